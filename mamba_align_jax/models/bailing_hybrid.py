@@ -1,4 +1,7 @@
-"""Ling 3: Kimi's layers with a bounded decay and gates of a single product, and rotated, gated latent attention."""
+"""Ling 3: Kimi's layers with a bounded decay and gates of a single product, and rotated, gated latent attention.
+
+Ling 2.5 has the same `model_type`, and lightning attention instead of Kimi's layers. It is refused.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,6 +11,9 @@ from mamba_align_jax.models.config import require, rotation
 from mamba_align_jax.models.kimi_linear import FULL, LINEAR, renamed, transformers_sources
 from mamba_align_jax.models.kimi_linear import Model as Model
 from mamba_align_jax.models.sources import Source
+
+# The width of the convolution of Kimi delta attention: in published configurations, and in those of transformers.
+_CONV_WIDTHS = ("short_conv_kernel_size", "linear_conv_kernel_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +32,11 @@ class Config(kimi_linear.Config):
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes layer kinds, head sizes, the rotation and the decay's bound: see `ModelConfig.derive`."""
+        cls._refuse_lightning(config)
         layers, every = config.get("num_hidden_layers", 0), config.get("layer_group_size", 6)
         kinds = config.get("layer_types") or [LINEAR if (n + 1) % every else FULL for n in range(layers)]
-        require(config, rope_interleave=(True,))
+        require(config, rope_interleave=(True,), no_kda_lora=(True,), use_kda=(True,), use_kda_lora=(False,))
+        require(config, gated_attention_proj_granularity_type=("head_wise",), use_bias=(False,), use_qkv_bias=(False,))
         is_safe = config.get("kda_safe_gate") is not False
         return cls.shared(config | {"layer_types": kinds}, first_dense=2) | {
             # Published files call the recurrent heads' size head_dim. transformers saves it as linear_head_dim, and
@@ -38,6 +46,15 @@ class Config(kimi_linear.Config):
             **rotation(config, scaled=False, rope_theta=6e6),
             "kda_lower_bound": config.get("kda_lower_bound", -5.0) if is_safe else None,
         }
+
+    @classmethod
+    def _refuse_lightning(cls, config: dict[str, Any]) -> None:
+        """Refuses models with lightning attention, which has no convolution: only its width tells the models apart."""
+        if not any(map(config.get, _CONV_WIDTHS)):
+            raise ValueError(
+                f"config.json: {cls.model_type!r} without {_CONV_WIDTHS[0]}, as in Ling 2.5, has lightning attention, "
+                "which can't be loaded; Kimi delta attention must have it"
+            )
 
 
 _RENAMES = (

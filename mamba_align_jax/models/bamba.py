@@ -17,7 +17,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, mamba_head_dim, require, rotation
 from mamba_align_jax.models.sources import Source, named
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -59,13 +59,14 @@ class Config(ModelConfig):
                 f"config.json: attn_layer_indices must be below num_hidden_layers = {layers}, got {attention}"
             )
         layer_kinds({"num_hidden_layers": layers, "layer_types": _kinds(attention, layers)}, LINEAR, FULL)
-        mamba_heads, dim = config.get("mamba_n_heads") or cls.mamba_n_heads, config.get("mamba_d_head") or "auto"
+        agree(config, layer_types=_kinds(attention, layers), layers_block_type=_kinds(attention, layers))
+        mamba_heads = config.get("mamba_n_heads") or cls.mamba_n_heads
         inner = int((config.get("mamba_expand") or 2) * hidden)
         return {
             "attn_layer_indices": attention,
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or hidden // heads,
-            "mamba_d_head": inner // mamba_heads if dim == "auto" else dim,
+            "mamba_d_head": mamba_head_dim(config, mamba_heads, inner, "mamba_expand"),
             # Only the fields of the rotation may name the share of a head's dims that is rotated.
             **rotation(
                 {name: value for name, value in config.items() if name != "partial_rotary_factor"},

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 from mamba_align_jax.layers.rotation import ROPE_TYPES, attention_factor
 from mamba_align_jax.models.config_files import end_tokens
@@ -14,7 +15,9 @@ from mamba_align_jax.models.fields import (
     check_groups,
     check_multiples,
     check_sizes,
+    refuse_step_limits,
 )
+from mamba_align_jax.models.fields import agree as agree
 from mamba_align_jax.models.fields import require as require
 
 # Pairs of fields: the second is a multiple of the first.
@@ -75,6 +78,8 @@ def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any)
     # For text, "mrope" is the same as the default.
     kinds = ROPE_TYPES if scaled else ROPE_TYPES[:1]
     require(rope, rope_type=kinds, type=(*kinds, "mrope"))
+    if scaled and "partial_rotary_factor" not in defaults:
+        require({**config, **rope}, partial_rotary_factor=(1,))
     fields = {name: rope.get(name, config.get(name, default)) for name, default in defaults.items()}
     if not scaled:
         return fields
@@ -115,6 +120,27 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **scaling}
 
 
+def mamba_head_dim(config: Mapping[str, Any], heads: int, inner: int, source: str) -> int:
+    """Reads the size of a Mamba-2 head, `mamba_d_head`: that number, or what the inner channels give each head.
+
+    Args:
+        config: The fields of config.json.
+        heads: Number of heads.
+        inner: Number of inner channels.
+        source: The field that says how many inner channels there are. If it is given, the heads must have as many.
+
+    Raises:
+        ValueError: the heads have another number of channels. The field is named.
+    """
+    given = config.get("mamba_d_head")
+    dim = inner // heads if given in (None, "auto") else given
+    if config.get(source) is not None and heads * dim != inner:
+        raise ValueError(
+            f"config.json: {source} must give mamba_n_heads * mamba_d_head = {heads * dim} inner channels, got {inner}"
+        )
+    return dim
+
+
 def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tuple[str, ...]:
     """Reads the kind of each layer from `layer_types`, or else from `full_attention_interval`.
 
@@ -130,7 +156,8 @@ def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tu
     kinds = config.get("layer_types") or [recurrent if (n + 1) % every else attention for n in range(layers)]
     if len(kinds) != layers or not set(kinds) <= {recurrent, attention}:
         raise ValueError(
-            f"config.json: layer_types must name {layers} layers, each {recurrent!r} or {attention!r}, got {kinds}"
+            f"config.json: layer_types must name num_hidden_layers = {layers} layers, each {recurrent!r} or "
+            f"{attention!r}, got {kinds}"
         )
     if recurrent not in kinds:
         raise ValueError(
@@ -153,6 +180,9 @@ class ModelConfig:
     eos_token_id: int | tuple[int, ...] | None = None
     dtype: str = "bfloat16"
     model_type: str = ""
+
+    # Other names under which configurations have some of the fields.
+    other_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __post_init__(self) -> None:
         """Checks every field and how they fit together. A ValueError names the field."""
@@ -193,6 +223,14 @@ class ModelConfig:
         given = config | {"dtype": dtype or config.get("dtype") or config.get("torch_dtype") or cls.dtype}
         require(given, dtype=("float32", "bfloat16", "float16"))
         check_given(given, cls)
+        refuse_step_limits(given)
+        require(given, add_cross_attention=(False,), is_encoder_decoder=(False,), use_sliding_window=(False,))
+        if given.get("use_sliding_window") is None:  # If it is false, the window has a size and no use.
+            require(given, sliding_window=())
+        for theirs, ours in cls.other_names.items():
+            if given.get(theirs) is not None:
+                agree(given, **{ours: given[theirs]})
+                given[ours] = given[theirs]
         given["eos_token_id"] = end_tokens(given)
         try:
             given |= cls.derive(given)

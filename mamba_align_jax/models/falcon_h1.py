@@ -15,7 +15,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, require, rotation
+from mamba_align_jax.models.config import ModelConfig, agree, mamba_head_dim, require, rotation
 from mamba_align_jax.models.sources import Source, named
 
 
@@ -54,16 +54,19 @@ class Config(ModelConfig):
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes sizes that follow from others: see `ModelConfig.derive`."""
-        require(config, hidden_act=("silu",), mlp_bias=(False,))
+        require(config, hidden_act=("silu",), mlp_bias=(False,), mamba_use_mlp=(True,))
+        kinds = ["hybrid"] * config.get("num_hidden_layers", 0)
+        agree(config, layer_types=kinds, layers_block_type=kinds)
         hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
-        inner = config.get("mamba_d_ssm", 1024) or int(config.get("mamba_expand", 2) * hidden)
-        mamba_heads = config.get("mamba_n_heads", 128)
-        mamba_dim = config.get("mamba_d_head", "auto")
+        inner, source = config.get("mamba_d_ssm", 1024), "mamba_d_ssm"
+        if inner is None:
+            inner, source = int((config.get("mamba_expand") or 2) * hidden), "mamba_expand"
+        mamba_heads = config.get("mamba_n_heads") or 128
         return {
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or hidden // heads,
             "mamba_n_heads": mamba_heads,
-            "mamba_d_head": inner // mamba_heads if mamba_dim == "auto" else mamba_dim,
+            "mamba_d_head": mamba_head_dim(config, mamba_heads, inner, source),
             **rotation(config, rope_theta=cls.rope_theta),
             "ssm_multipliers": tuple(config.get("ssm_multipliers") or cls.ssm_multipliers),
             "mlp_multipliers": tuple(config.get("mlp_multipliers") or cls.mlp_multipliers),

@@ -34,8 +34,11 @@ _OTHER_TYPES: Mapping[str, Any] = types.MappingProxyType(
         "layer_types": tuple[str, ...],
         "layers_block_type": tuple[str, ...],
         "linear_attn_config": dict,
+        "mamba_conv_bias": bool,
+        "mamba_d_conv": int,
         "mamba_d_ssm": int,
         "mamba_expand": float,
+        "mamba_n_groups": int,
         "model_max_length": int,
         "n_group": int,
         "n_shared_experts": int,
@@ -102,6 +105,10 @@ _POSITIVE = (
 )
 
 
+# Names of the limits of step sizes.
+_STEP_LIMITS = ("dt_limit", "mamba_dt_limit", "time_step_limit")
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """Reads a file that holds one JSON object.
 
@@ -131,6 +138,58 @@ def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
         got = config.get(name)
         if got is not None and got not in values:
             raise ValueError(f"config.json: {name} must be one of {values}, got {got!r}")
+
+
+def agree(config: Mapping[str, Any], **derived: Any) -> None:
+    """Checks that fields which follow from others say what these say, are null, or are left out.
+
+    Args:
+        config: The fields of config.json.
+        **derived: What the other fields say of each.
+
+    Raises:
+        ValueError: a field says something else. It is named.
+    """
+    for name, wanted in derived.items():
+        got = config.get(name)
+        if got is not None and got != wanted:
+            raise ValueError(f"config.json: {name} must be {_short(wanted)}, as other fields say, got {_short(got)}")
+
+
+def refuse_step_limits(config: Mapping[str, Any]) -> None:
+    """Checks that step sizes have no limit, because no layer clamps them.
+
+    Infinity may be written as JSON's `Infinity`, as text, as transformers' `{"__float__": "Infinity"}`, or as null.
+
+    Args:
+        config: The fields of config.json.
+
+    Raises:
+        ValueError: a limit clamps some step sizes, or is no pair of numbers. Its name is in the text.
+    """
+    for name in _STEP_LIMITS:
+        limit = config.get(name)
+        if limit is None:
+            continue
+        pair = limit if isinstance(limit, list | tuple) and len(limit) == 2 else (math.nan, math.nan)
+        low, high = map(_limit, pair, (-math.inf, math.inf))
+        # All step sizes are positive.
+        if not (low <= 0 and high == math.inf):
+            raise ValueError(
+                f"config.json: {name} must be [0, Infinity] or null, because step sizes are not clamped, got "
+                f"{_short(limit)}"
+            )
+
+
+def _limit(value: Any, unlimited: float) -> float:
+    """Returns a limit of step sizes as a number; NaN if it is none."""
+    if value is None:
+        return unlimited
+    value = value.get("__float__") if isinstance(value, dict) else value
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (OverflowError, TypeError, ValueError):
+        return math.nan
 
 
 def check_given(config: Mapping[str, Any], cls: Any) -> None:

@@ -18,7 +18,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, mamba_head_dim, require, rotation
 from mamba_align_jax.models.sources import Source, named, tensor
 from pallas_kernels import Implementation
 
@@ -60,14 +60,15 @@ class Config(ModelConfig):
         layers, hidden = config.get("num_hidden_layers", 0), config.get("hidden_size", 0)
         given = config.get("layer_types") or config.get("layers_block_type") or [MAMBA] * layers
         kinds = {"layer_types": [_KINDS.get(kind, kind) for kind in given]}
-        require(config, hidden_act=("silu",), position_embedding_type=("rope", "nope"))
-        heads, dim = config.get("num_attention_heads", 1), config.get("mamba_d_head", "auto")
-        inner = int(config.get("mamba_expand", 2) * hidden)
+        require(config, hidden_act=("silu",), normalization_function=("rmsnorm",))
+        require(config, position_embedding_type=("rope", "nope"))
+        heads, mamba_heads = config.get("num_attention_heads", 1), config.get("mamba_n_heads") or cls.mamba_n_heads
+        inner = int((config.get("mamba_expand") or 2) * hidden)
         return {
             "layer_types": layer_kinds(config | kinds, MAMBA, ATTENTION),
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or hidden // heads,
-            "mamba_d_head": inner // config.get("mamba_n_heads", cls.mamba_n_heads) if dim == "auto" else dim,
+            "mamba_d_head": mamba_head_dim(config, mamba_heads, inner, "mamba_expand"),
             **rotation(config, rope_theta=cls.rope_theta),
         }
 

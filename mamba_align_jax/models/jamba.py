@@ -5,8 +5,10 @@ Source: Lieber et al., "Jamba: A Hybrid Transformer-Mamba Language Model" (2024)
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -50,10 +52,12 @@ class Config(ModelConfig):
     mamba_proj_bias: bool = False
     model_type: str = "jamba"
 
+    other_names: ClassVar[Mapping[str, str]] = MappingProxyType({"num_local_experts": "num_experts"})
+
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes layer kinds, and sizes that follow from others: see `ModelConfig.derive`."""
-        require(config, hidden_act=("silu",), sliding_window=())
+        require(config, hidden_act=("silu",), mamba_inner_layernorms=(True,))
         layers, period, offset = (
             config.get(name, default)
             for name, default in (("num_hidden_layers", 0), ("attn_layer_period", 8), ("attn_layer_offset", 4))

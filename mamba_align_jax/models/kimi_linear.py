@@ -19,7 +19,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require
 from mamba_align_jax.models.sources import Source, experts, joined, mapped, named, parts, taps, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -116,6 +116,9 @@ class Config(ModelConfig):
         """
         require(config, hidden_act=("silu",), attention_bias=(False,), moe_layer_freq=(1,))
         require(config, moe_router_activation_func=("sigmoid",), scoring_func=("sigmoid",), score_function=("sigmoid",))
+        # Every head has a key and a value of its own, made from the latents.
+        agree(config, num_key_value_heads=config.get("num_attention_heads"))
+        agree(config, qk_head_dim=config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0))
         fields = {ours: config[theirs] for theirs, ours in _ALIASES.items() if config.get(theirs) is not None}
         kinds = layer_kinds(config, LINEAR, FULL)
         first_dense = config.get("first_k_dense_replace", first_dense)

@@ -23,7 +23,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.layers.short_conv import ShortConv
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, rotation
+from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require, rotation
 from mamba_align_jax.models.sources import Source, experts, named, parts, taps, tensor
 from pallas_kernels import Implementation
 
@@ -64,6 +64,8 @@ class Config(ModelConfig):
         layers, hidden, heads = (
             config.get(name, 1) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
         )
+        require(config, block_use_swiglu=(True,), hidden_act=("silu",), use_pos_enc=(True,))
+        agree(config, block_norm_eps=config.get("norm_eps") or cls.norm_eps, conv_dim=hidden, conv_dim_out=hidden)
         attention = config.get("full_attn_idxs")
         kinds = config.get("layer_types") or [
             FULL if attention is None or n in attention else CONV for n in range(layers)

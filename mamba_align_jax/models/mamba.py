@@ -17,7 +17,7 @@ from mamba_align_jax.layers.registry import MIXERS
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.config import ModelConfig, agree, require
 from mamba_align_jax.models.sources import Source, named
 
 # Prefixes of tensors: in published files, and in those of transformers' current modules.
@@ -42,6 +42,7 @@ class Config(ModelConfig):
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes sizes that follow from others: see `ModelConfig.derive`."""
         require(config, hidden_act=("silu",))
+        agree(config, layer_types=["linear_attention"] * config.get("num_hidden_layers", 0))
         hidden, rank = config.get("hidden_size", 0), config.get("time_step_rank", "auto")
         return {
             "intermediate_size": config.get("intermediate_size") or int(config.get("expand", 2) * hidden),

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
-from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.config import ModelConfig, agree, require
 from mamba_align_jax.models.mamba import Backbone
 from mamba_align_jax.models.mamba import sources as sources
 
@@ -32,9 +32,15 @@ class Config(ModelConfig):
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes the inner size from the heads: see `ModelConfig.derive`."""
-        require(config, hidden_act=("silu",))
-        heads, dim = (config.get(name, getattr(cls, name)) for name in ("num_heads", "head_dim"))
-        return {"intermediate_size": heads * dim}
+        require(config, hidden_act=("silu",), rms_norm=(True,))
+        heads, dim = (config.get(name) or getattr(cls, name) for name in ("num_heads", "head_dim"))
+        inner, expand = heads * dim, config.get("expand")
+        if expand is not None and expand * config.get("hidden_size", 0) != inner:
+            raise ValueError(
+                f"config.json: expand must give num_heads * head_dim = {inner} inner channels, got {expand} * hidden_size"
+            )
+        agree(config, layer_types=["linear_attention"] * config.get("num_hidden_layers", 0))
+        return {"intermediate_size": inner}
 
 
 class Model(Backbone):

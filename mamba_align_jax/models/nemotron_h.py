@@ -4,8 +4,10 @@ Source: NVIDIA, "Nemotron-H" (2025).
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +60,21 @@ class Config(ModelConfig):
     residual_in_fp32: bool = False
     model_type: str = "nemotron_h"
 
+    # The first is transformers', the others are those of older configurations.
+    other_names: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "num_local_experts": "n_routed_experts",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_n_groups": "n_groups",
+        }
+    )
+
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Reads layer kinds, which are published as a pattern of letters or as names: see `ModelConfig.derive`."""
-        require(config, mlp_hidden_act=("relu2",), mamba_hidden_act=("silu",), n_shared_experts=(1,), sliding_window=())
+        require(config, mlp_hidden_act=("relu2",), mamba_hidden_act=("silu",), mamba_proj_bias=(False,))
+        require(config, n_shared_experts=(1,))
         if config.get("n_routed_experts") and config.get("num_experts_per_tok") is None:
             raise ValueError("config.json must have 'num_experts_per_tok'")
         given = (

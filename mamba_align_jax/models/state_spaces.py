@@ -3,11 +3,10 @@
 Source: mamba_ssm's `MambaConfig`, and the defaults of its `Mamba`, `Mamba2` and `MixerModel`.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_align_jax.models.fields import check_field, require
+from mamba_align_jax.models.fields import check_field, refuse_step_limits, require
 
 # By the kind of layer: our name of each option, its published name and its default.
 _OPTIONS = {
@@ -58,7 +57,8 @@ def from_state_spaces(config: Mapping[str, Any]) -> dict[str, Any]:
     options = config.get("ssm_cfg") or {}
     check_field("ssm_cfg", options, dict)
     require(options, layer=tuple(_OPTIONS), rmsnorm=(True,), norm_before_gate=(False,), D_has_hdim=(False,), d_ssm=())
-    require(options, dt_limit=([0.0, math.inf],), activation=("silu", "swish"))
+    require(options, activation=("silu", "swish"))
+    refuse_step_limits(options)
     kind, names = _OPTIONS[options.get("layer") or "Mamba1"]
     for name in ("d_model", "n_layer", "vocab_size"):
         check_field(name, config.get(name), int)

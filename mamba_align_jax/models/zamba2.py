@@ -21,7 +21,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.layers.shared_block import AdaptedAttention, AdaptedMLP, SharedBlock
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require, rotation
 from mamba_align_jax.models.sources import Source, equal_parts, named, tensor
 
 MAMBA, HYBRID = "mamba", "hybrid"
@@ -71,11 +71,20 @@ class Config(ModelConfig):
             raise ValueError(
                 f"config.json: 2 * hidden_size must be a multiple of num_attention_heads = {heads}, got {hidden}"
             )
+        agree(
+            config,
+            attention_hidden_size=2 * hidden,
+            attention_head_dim=2 * hidden // heads,
+            head_dim=2 * hidden // heads,
+        )
+        agree(config, hybrid_layer_ids=[number for number, kind in enumerate(kinds) if kind == HYBRID])
+        mamba_dim = int((config.get("mamba_expand") or 2) * hidden) // mamba_heads
+        agree(config, mamba_headdim=mamba_dim)
         return {
             "layers_block_type": tuple(kinds),
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "intermediate_size": config.get("intermediate_size") or config.get("ffn_hidden_size") or 4 * hidden,
-            "mamba_headdim": int((config.get("mamba_expand") or 2) * hidden) // mamba_heads,
+            "mamba_headdim": mamba_dim,
             **rotation(config, rope_theta=cls.rope_theta),
         }
 

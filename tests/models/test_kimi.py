@@ -124,7 +124,10 @@ def test_the_bound_of_decays_is_read():
         (LING | {"kda_lower_bound": 5.0}, "the lower bound of log decays must be below 0, got 5.0"),
         (LING | {"kda_safe_gate": "false"}, "kda_safe_gate must be true or false, got"),
         (KIMI | {"num_experts_per_token": None}, "config.json must have 'num_experts_per_token'"),
-        (KIMI | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": []}}, "layer_types must name 2 layers"),
+        (
+            KIMI | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": []}},
+            "layer_types must name num_hidden_layers = 2 layers",
+        ),
         (KIMI | {"linear_attn_config": {}}, "config.json must have 'linear_num_heads'"),
         (KIMI | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 2 layers"),
         (LING | {"rope_scaling": {"type": "yarn"}}, "type must be one of ('default', 'mrope'), got 'yarn'"),

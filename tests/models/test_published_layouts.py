@@ -60,7 +60,10 @@ def test_models_by_state_spaces_load(name, tmp_path):
         ({"d_intermediate": 8}, "d_intermediate must be one of (0,), got 8"),
         ({"ssm_cfg": {"layer": "Mamba3"}}, "layer must be one of ('Mamba1', 'Mamba2'), got 'Mamba3'"),
         ({"ssm_cfg": [1]}, "ssm_cfg must be an object, got [1]"),
-        ({"ssm_cfg": {"dt_limit": [0.01, 0.1]}}, "dt_limit must be one of ([0.0, inf],), got [0.01, 0.1]"),
+        (
+            {"ssm_cfg": {"dt_limit": [0.01, 0.1]}},
+            "dt_limit must be [0, Infinity] or null, because step sizes are not clamped, got [0.01, 0.1]",
+        ),
         ({"ssm_cfg": {"activation": "gelu"}}, "activation must be one of ('silu', 'swish'), got 'gelu'"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 48}}, "must be a multiple of headdim = 48"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": "16"}}, "head_dim must be an integer"),
@@ -140,11 +143,11 @@ DEFAULTS = {
 }
 # The least that a configuration must say.
 LEAST = dict(
-    vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
     head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
     kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, linear_num_heads=4, linear_head_dim=8,
     mamba_num_heads=4, mamba_head_dim=8, mamba_d_head=8, mamba_n_heads=4, ssm_state_size=8, n_groups=2, conv_kernel=4,
-    hybrid_override_pattern="M*M-",
+    hybrid_override_pattern="M*M-", short_conv_kernel_size=4,
 )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def test_tensor_that_does_not_fit_is_refused(write, change, message):
         ({"rope_scaling": {"type": "yarn"}}, "a rotation of rope_type 'yarn' must have 'factor'"),
         ({"attn_output_gate": False}, "attn_output_gate must be one of (True,), got False"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type must be one of ('silu', 'swish'), got 'sigmoid'"),
-        ({"layer_types": ["linear_attention"]}, "layer_types must name 4 layers"),
+        ({"layer_types": ["linear_attention"]}, "layer_types must name num_hidden_layers = 4 layers"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types must have a 'linear_attention' layer"),
         ({"dtype": "float64"}, "dtype must be one of ('float32', 'bfloat16', 'float16'), got 'float64'"),
     ],
