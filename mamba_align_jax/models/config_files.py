@@ -21,6 +21,7 @@ _SHARED_FIELDS = (
     "torch_dtype",
     "eos_token_id",
     "tie_word_embeddings",
+    "quantization",
     "quantization_config",
 )
 # By the names of `SamplingParams`, the fields of generation_config.json and their types.
@@ -42,6 +43,9 @@ _UNSUPPORTED = MappingProxyType(
         "typical_p": (1, None),
     }
 )
+_ADAPTER = "adapter_config.json"
+# What is done with a PEFT adapter instead of loading it.
+MERGE_ADAPTER = "can't be loaded: merge it into its model where PEFT is, with merge_and_unload(), and save that"
 END_TOKENS = int | tuple[int, ...] | None
 
 
@@ -56,12 +60,17 @@ def read_config(path: str | Path) -> dict[str, Any]:
         path: The model directory.
 
     Raises:
-        ValueError: the directory has no config.json, or that is no object.
+        ValueError: the directory has no config.json, or that is no object, or a PEFT adapter is in the directory.
     """
     file = Path(path) / "config.json"
     if Path(path).suffix == ".gguf":
         raise ValueError(
             f"model directory must hold a config.json, got a GGUF file, which can't be loaded: {str(path)!r}"
+        )
+    if (Path(path) / _ADAPTER).is_file():
+        raise ValueError(
+            f"model directory must hold a whole model, got a PEFT adapter ({_ADAPTER}), which {MERGE_ADAPTER}: "
+            f"{str(path)!r}"
         )
     if not file.is_file():
         raise ValueError(f"model directory must hold a config.json, got {str(path)!r}")

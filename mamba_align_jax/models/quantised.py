@@ -48,6 +48,10 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
         ValueError: the weights are quantised in a way that can't be loaded. It is named.
     """
     given = config.get("quantization_config")
+    for fields in (config.get("quantization"), given):
+        # MLX writes both, and no method.
+        if isinstance(fields, dict) and "bits" in fields and not fields.get("quant_method"):
+            raise _refusal("MLX", f"{fields['bits']} bits in groups of {fields.get('group_size')}")
     if given is None:
         return None
     if not isinstance(given, dict):

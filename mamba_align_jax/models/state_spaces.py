@@ -75,7 +75,9 @@ def from_state_spaces(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         fields["num_heads"] = inner // fields["head_dim"]
     shared = {
-        name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id", "quantization_config") if name in config
+        name: config[name]
+        for name in ("dtype", "torch_dtype", "eos_token_id", "quantization", "quantization_config")
+        if name in config
     }
     return (
         shared

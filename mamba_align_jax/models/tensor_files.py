@@ -120,11 +120,21 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     for place in sorted(set(places.values())):
         if Path(place).name != place or place in ("", ".."):
             raise ValueError(f"{INDEX}: weight_map must name files of the same directory, got {place!r}")
+        if not (path / place).is_file():
+            raise ValueError(f"model directory must hold {place}, which {INDEX} names, got {str(path)!r}")
         headers[place] = _header(path / place)
     for name, place in places.items():
         if name not in headers[place]:
             raise ValueError(f"{INDEX}: weight_map must name the file that holds {name!r}, got {place!r}")
     return {name: headers[place][name] for name, place in places.items()}
+
+
+def unlisted_files(path: Path) -> list[str]:
+    """Returns the names of a model directory's safetensors files that its index does not name; [] without an index."""
+    if not (path / INDEX).is_file():
+        return []
+    named = set(read_object(path / INDEX)["weight_map"].values())
+    return sorted(file.name for file in path.glob("*.safetensors") if file.name not in named)
 
 
 def _single(path: Path) -> dict[str, StoredTensor]:
@@ -138,6 +148,11 @@ def _single(path: Path) -> dict[str, StoredTensor]:
         )
     if any(path.glob("*.gguf")):
         raise ValueError(f"{directory} with a GGUF file, which can't be loaded")
+    shards = sorted(file.name for file in path.glob("*-of-*.safetensors"))
+    if shards:
+        raise ValueError(
+            f"{directory} with {len(shards)} shards ({shards[0]}) and without the index that says which tensors they hold"
+        )
     raise ValueError(directory)
 
 
@@ -145,8 +160,6 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     def fail(wanted: str) -> ValueError:
         return ValueError(f"{file.name} must be a safetensors file, got {wanted}, in {str(file.parent)!r}")
 
-    if not file.is_file():
-        raise ValueError(f"model directory must hold {file.name}, got {str(file.parent)!r}")
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)

@@ -19,24 +19,19 @@ from safetensors.numpy import save_file
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
+from mamba_align_jax.models.config_files import MERGE_ADAPTER
 from mamba_align_jax.models.config_files import read_config as read_config
 from mamba_align_jax.models.quantised import dequantised, read_quantisation
 from mamba_align_jax.models.sources import Source
-from mamba_align_jax.models.tensor_files import INDEX, Tensor, stored_tensors
+from mamba_align_jax.models.tensor_files import INDEX, Tensor, stored_tensors, unlisted_files
 
 _LOG = logging.getLogger(__name__)
-# Prefixes of tensors of towers for images and sound and of what joins them to the text model.
-_IGNORED_PREFIXES = (
-    "model.visual.",
-    "audio_tower.",
-    "embed_audio.",
-    "mlp1.",
-    "multi_modal_projector.",
-    "sound_encoder.",
-    "sound_projection.",
-    "vision_final_layernorm.",
-    "vision_model.",
+# Towers for images and sound, and what joins them to the text model. Some files have them in `model`.
+_TOWERS = (
+    *("audio_tower", "embed_audio", "mlp1", "multi_modal_projector", "sound_encoder", "sound_projection"),
+    *("vision_final_layernorm", "vision_model", "vision_tower", "visual"),
 )
+_IGNORED_PREFIXES = tuple(f"{outer}{tower}." for outer in ("", "model.") for tower in _TOWERS)
 # Names of tensors start otherwise where a model is part of a larger one, or was published by state-spaces.
 _PREFIXES = (
     ("model.language_model.", "model."),
@@ -45,6 +40,8 @@ _PREFIXES = (
 )
 # Prefix of a draft head's tensors. Not every architecture supports its draft head.
 _HEAD_PREFIX = "mtp."
+# Prefix of the tensors of a PEFT adapter.
+_ADAPTER_PREFIX = "base_model.model."
 # By its name in safetensors files, the dtype of a model.
 _DTYPES = MappingProxyType({"F32": "float32", "F16": "float16", "BF16": "bfloat16"})
 # Ends of names of tensors that files may hold although a model computes them itself.
@@ -64,6 +61,8 @@ def find_tensors(path: str | Path) -> dict[str, Tensor]:
     quantisation = read_quantisation(read_config(path))
     found: dict[str, Any] = {}
     for name, stored in stored_tensors(path).items():
+        if name.startswith(_ADAPTER_PREFIX):
+            raise ValueError(f"tensor {name!r} is of a PEFT adapter, which {MERGE_ADAPTER}")
         if name.startswith(_IGNORED_PREFIXES) or name.endswith(_IGNORED_SUFFIXES):
             continue
         theirs, ours = next((pair for pair in _PREFIXES if name.startswith(pair[0])), ("", ""))
@@ -175,19 +174,25 @@ class _Plan:
     tensors: Mapping[str, Tensor]
 
 
-def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor], unlisted: str) -> None:
     """Checks that the files have as many layers as the configuration, because making far too many takes minutes."""
     found = [re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in tensors if not name.startswith(_HEAD_PREFIX)]
     layers = 1 + max((int(match[1]) for match in found if match), default=-1)
     if config.num_hidden_layers > layers:
         raise ValueError(
             f"config.json: num_hidden_layers must be at most the number of layers in the files, {layers}, got "
-            f"{config.num_hidden_layers}"
+            f"{config.num_hidden_layers}{unlisted}"
         )
 
 
+def _unlisted(path: Path) -> str:
+    """Names the safetensors files that the index leaves out, for an error of tensors that are missing; "" if none is."""
+    files = unlisted_files(path)
+    return f"; {INDEX} names no tensor of {', '.join(files)}, which is there" if files else ""
+
+
 def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: dict[str, Tensor]) -> _Plan:
-    _check_layers(config, tensors)
+    _check_layers(config, tensors, _unlisted(path))
     model = nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0)))
     sizes = _sizes(model)
     graph, state = nnx.split(model)
@@ -206,7 +211,9 @@ def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: di
             found[place] = source
     unknown = tensors.keys() - {name for source in found.values() for name in source.names}
     if missing:
-        raise ValueError(f"tensor {min(missing)!r} is missing, {len(missing)} in all, in {str(path)!r}")
+        raise ValueError(
+            f"tensor {min(missing)!r} is missing, {len(missing)} in all, in {str(path)!r}{_unlisted(path)}"
+        )
     if unknown:
         raise ValueError(f"tensor {min(unknown)!r} has no place in a model of type {config.model_type!r}")
     for place, source in found.items():
