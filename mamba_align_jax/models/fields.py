@@ -185,9 +185,9 @@ def _limit(value: Any, unlimited: float) -> float:
     """Returns a limit of step sizes as a number; NaN if it is none."""
     if value is None:
         return unlimited
-    value = value.get("__float__") if isinstance(value, dict) else value
+    number: Any = value.get("__float__") if isinstance(value, dict) else value
     try:
-        return math.nan if isinstance(value, bool) else float(value)
+        return math.nan if isinstance(number, bool) else float(number)
     except (OverflowError, TypeError, ValueError):
         return math.nan
 
