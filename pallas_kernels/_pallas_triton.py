@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from pallas_kernels import _math
 
@@ -130,6 +132,21 @@ def silu(x: jax.Array, interpret: bool) -> jax.Array:
     return x * _instruction("rcp.approx.ftz.f32", 1.0 + exp2(x * -LOG2_E, interpret))
 
 
+def _refuse(context: Any, x: Any, *, name: str) -> Any:
+    raise ValueError(
+        f"{name}: implementation='triton' compiles for NVIDIA GPUs only; with interpret=True the kernel's body runs anywhere"
+    )
+
+
+# Returns its argument, and says what to do if a program with a kernel is lowered for another platform than CUDA.
+_for_gpus = Primitive("for_gpus")
+_for_gpus.def_impl(lambda x, *, name: x)
+_for_gpus.def_abstract_eval(lambda x, *, name: x)
+batching.defvectorized(_for_gpus)
+mlir.register_lowering(_for_gpus, _refuse)
+mlir.register_lowering(_for_gpus, lambda context, x, *, name: [x], platform="cuda")
+
+
 def call(
     kernel: Callable[[Refs], None],
     *,
@@ -171,6 +188,9 @@ def call(
         )
         kernel(Refs(**by_name))
 
+    operands = [*given.values(), *updates.values()]
+    if not interpret:
+        operands[0] = _for_gpus.bind(operands[0], name=name)
     whole = pl.BlockSpec(memory_space=pl.ANY)
     results = pl.pallas_call(
         body,
@@ -183,5 +203,5 @@ def call(
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
-    )(*given.values(), *updates.values())
+    )(*operands)
     return dict(zip(out_shape, results, strict=True))

@@ -12,7 +12,18 @@ _LOG = logging.getLogger(__name__)
 
 
 class UnsupportedError(NotImplementedError):
-    """Raised if the implementation that the caller named cannot run these arguments."""
+    """Raised if the implementation that the caller named cannot run these arguments, or has no derivative."""
+
+
+def _without_derivative(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a kernel of an op as it is, but differentiating it raises an error that says what to do."""
+    run = jax.custom_jvp(lambda *operands: kernel(*operands))
+
+    @run.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise UnsupportedError(f"{op}: its kernels have no derivative; only implementation='xla' can be differentiated")
+
+    return run
 
 
 @functools.cache
@@ -48,7 +59,8 @@ def dispatch(
             device. None if it can.
 
     Raises:
-        UnsupportedError: if `implementation` names a kernel and there is a reason why it cannot run these arguments.
+        UnsupportedError: if `implementation` names a kernel and there is a reason why it cannot run these arguments. Also
+            when the call is differentiated, unless `implementation` is "xla": JAX would differentiate the kernels too.
         ValueError: if `implementation` is not a known name.
     """
     if implementation not in ("xla", "triton", "mosaic_gpu", None):
@@ -56,6 +68,8 @@ def dispatch(
     reason = {"triton": unsupported, "mosaic_gpu": no_mosaic_gpu}.get(implementation or "xla")
     if reason:
         raise UnsupportedError(f"{op}: implementation={implementation!r} cannot run these arguments: {reason}")
+    triton = _without_derivative(op, triton)
+    mosaic_gpu = None if mosaic_gpu is None else _without_derivative(op, mosaic_gpu)
     if implementation == "triton":
         return triton(*operands)
     if mosaic_gpu is not None and implementation == "mosaic_gpu":

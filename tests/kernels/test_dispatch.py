@@ -1,12 +1,13 @@
 """Which implementation an op runs, and that a user of a GPU is told if Triton cannot run it."""
 
+import functools
 import operator
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import UnsupportedError
+from pallas_kernels import UnsupportedError, linear
 from pallas_kernels.dispatch import dispatch
 
 
@@ -57,3 +58,25 @@ def test_mosaic_gpu_comes_first_if_it_can_run(implementation, reason):
     kernel = "1.5" if reason else "2.5"
     wanted = {"xla": "0.5", "triton": "1.5", "mosaic_gpu": "2.5", None: kernel}[implementation]
     assert [number for number in ("0.5", "1.5", "2.5") if f"{float(number):e}" in text.lower()] == [f"{wanted}"]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu", None])
+def test_the_derivative_of_a_kernel_is_refused_by_name(implementation):
+    """`None` runs XLA code here, but the program could be lowered for a GPU."""
+    kernels = dict(triton=lambda x, n, _: x * 10, mosaic_gpu=lambda x, n, _: x * 100, no_mosaic_gpu=None)
+    step = lambda x, how: dispatch("op", how, (x, jnp.float32(3), None), xla=lambda x, n, _: x * n, **kernels)
+    # Ops call `dispatch` in a jitted function.
+    for derivative in (jax.grad(jax.jit(step, static_argnums=1)), jax.jit(jax.grad(step), static_argnums=1)):
+        with pytest.raises(UnsupportedError, match=r"op: .* no derivative; only implementation='xla' can be"):
+            derivative(jnp.float32(2), implementation)
+        assert derivative(jnp.float32(2), "xla") == 3
+
+
+def test_a_kernel_on_a_cpu_names_interpret_mode():
+    arguments = jnp.ones((3, 8)), jnp.ones((4, 8))
+    run = functools.partial(linear, implementation="triton")
+    for call in (run, jax.jit(run), jax.vmap(run, in_axes=(None, None), axis_size=2)):
+        with pytest.raises(ValueError, match=r"linear: implementation='triton' .* interpret=True"):
+            call(*arguments)
+    (out,) = run(*arguments, interpret=True)
+    assert (out == 8).all()
