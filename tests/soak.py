@@ -198,7 +198,7 @@ class ByReference:
         scale = params.temperature or 1.0
         noise = np.zeros_like(logits)
         if params.temperature > 0:
-            key = jax.random.fold_in(jax.random.key(params.seed), position)
+            key = jax.random.fold_in(jax.random.key(params.seed, impl="threefry2x32"), position)
             noise = np.asarray(jax.random.gumbel(key, logits.shape, logits.dtype))
         # The token has either less than the best of the top tokens, or less than the last of them and is no top token.
         order = np.sort(logits)[::-1]

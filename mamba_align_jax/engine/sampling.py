@@ -60,7 +60,8 @@ def sample(
     scaled = jnp.where(logits == -jnp.inf, logits, scaled)
     weights = jnp.exp(scaled - jnp.max(scaled, axis=1, keepdims=True))
     kept = jnp.where(weights >= least_kept(weights, top_k, top_p)[:, None], scaled, -jnp.inf)
-    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
+    # JAX's default generator is a setting, and under vmap some generators draw for all rows together.
+    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s, impl="threefry2x32"), p))(seed, position)
     drawn = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
     return jnp.where(temperature > 0, drawn, most_likely(logits))
 
@@ -82,6 +83,6 @@ def count_sampled(sampled: jax.Array, drafts: jax.Array, num_drafts: jax.Array) 
     Returns:
         The counts, int32 [rows], from 1 to 1 + K.
     """
-    valid = jnp.arange(drafts.shape[1], dtype=jnp.int32) < num_drafts[:, None]
-    accepted = jnp.cumprod((valid & (sampled[:, :-1] == drafts)).astype(jnp.int32), axis=1)
+    valid = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None] < num_drafts[:, None]
+    accepted = jnp.cumprod(valid & (sampled[:, :-1] == drafts), axis=1, dtype=jnp.int32)
     return 1 + jnp.sum(accepted, axis=1, dtype=jnp.int32)

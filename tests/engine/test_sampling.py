@@ -154,3 +154,16 @@ def test_drawing_does_not_sort():
     assert "stablehlo.reduce" in program
     for name in ("stablehlo.sort", "top_k("):
         assert name not in program
+
+
+@pytest.mark.parametrize("partitionable", [True, False])
+@pytest.mark.parametrize("generator", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_a_seeds_tokens_depend_on_no_other_row_whatever_jax_draws_with(generator, partitionable):
+    logits = np.random.default_rng(0).normal(size=(1, 61)).astype(np.float32).repeat(3, axis=0)
+    rows = np.full(3, 1.0, np.float32), np.zeros(3, np.int32), np.ones(3, np.float32), np.arange(1, 4, dtype=np.int32)
+    arguments = [jnp.asarray(each) for each in (logits, *rows, np.full(3, 9, np.int32))]
+    with jax.threefry_partitionable(partitionable):
+        wanted = sample(*arguments).tolist()
+        with jax.default_prng_impl(generator):
+            assert sample(*arguments).tolist() == wanted
+            assert [sample(*(each[row : row + 1] for each in arguments)).item() for row in range(3)] == wanted
