@@ -102,11 +102,11 @@ class Server:
         drafts = len(tokens) - 1 if verify else -1
         out, self.pool, self.state, self.tables = step(
             self.weights,
-            jnp.asarray(tokens),
+            jax.device_put(tokens),
             ma.StepBatch.from_host(SPEC, 1, [slot], [0, len(tokens)], [drafts]),
             ma.TableUpdates.from_host(SPEC, SPEC.num_columns, updates),
             ma.Additions.from_host(SPEC, 1, *entering),
-            jnp.int32(accepted or 0),
+            jax.device_put(np.int32(accepted or 0)),
             *(self.pool, self.state, self.tables),
             decode_rows=int(verify),
         )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from mamba_align_jax import _values as values
@@ -283,7 +284,7 @@ class StepChecker:
 
     def _compare(self, state: AlignState) -> None:
         for name, wanted in self._slots.items():
-            found = np.asarray(getattr(state, name))
+            found = jax.device_get(getattr(state, name))
             for slot in np.flatnonzero(found != wanted):
                 raise ValueError(
                     f"slot {slot}: {name} is {found[slot]} on the device, {wanted[slot]} by the steps' inputs"
@@ -291,4 +292,4 @@ class StepChecker:
 
 
 def _entries(*arrays: Any) -> Iterator[tuple[int, ...]]:
-    return zip(*(np.asarray(array).tolist() for array in arrays), strict=True)
+    return zip(*(array.tolist() for array in jax.device_get(arrays)), strict=True)

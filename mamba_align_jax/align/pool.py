@@ -217,7 +217,7 @@ class StatePool:
             ValueError: There is no such group or block, or the block is NULL_BLOCK.
         """
         group, block = self._block("read_block", group, block)
-        return [np.asarray(array) for array in _take_block(self.states[group], jnp.int32(block))]
+        return jax.device_get(list(_take_block(self.states[group], jax.device_put(np.int32(block)))))
 
     def write_block(self, group: int, block: int, states: Sequence[np.ndarray]) -> "StatePool":
         """Returns the pool with one block of a group replaced by what `read_block` returned.

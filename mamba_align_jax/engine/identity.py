@@ -69,7 +69,7 @@ def weights_digest(params: Sequence[jax.Array], layout: Layout | None = None) ->
         sums.append((shape, array.dtype.name, _sums(array, place, counts, axis, shape, layout)))
     digest = hashlib.sha256()
     for shape, dtype, two in sums:
-        digest.update(repr((shape, dtype)).encode() + np.asarray(two).tobytes())
+        digest.update(repr((shape, dtype)).encode() + jax.device_get(two).tobytes())
     return digest.digest()
 
 

@@ -210,7 +210,7 @@ def _has_pinned_memory(array: jax.Array) -> bool:
 
 
 def _on_host(count: int, copied: jax.Array) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(copied)[:count])
+    return np.ascontiguousarray(jax.device_get(copied)[:count])
 
 
 def _padding(count: int) -> int:
@@ -294,5 +294,5 @@ def _flat(array: jax.Array) -> jax.Array:
 def _places(array: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns the places of entries along the first axis of `_flat`, int32 [entries, layers]; unknown ids are after it."""
     layers, count = array.shape[:2]
-    places = ids[:, None] + count * jnp.arange(layers, dtype=jnp.int32)
+    places = ids[:, None] + count * jnp.arange(layers, dtype=jnp.int32)[None]
     return jnp.where(ids[:, None] < count, places, layers * count)

@@ -1,11 +1,12 @@
 """Runs plans on the device: owns parameters, pools and programs, dispatches a step, and reads its result later."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -33,6 +34,22 @@ from mamba_align_jax.engine.sizing import PoolSizes, pages_spec
 from mamba_align_jax.sharding import Layout
 
 R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def _moves_data(command: Callable[P, R]) -> Callable[P, R]:
+    """Lets a command send the host's arrays with its call, which is several times faster than `jax.device_put`.
+
+    JAX's transfer guards, with which a host may look for transfers that nobody meant, count such an array as one. A result
+    that is on its way to the host counts as well.
+    """
+
+    @functools.wraps(command)
+    def run(*arguments: P.args, **keywords: P.kwargs) -> R:
+        with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
+            return command(*arguments, **keywords)
+
+    return run
 
 
 class Dispatched(NamedTuple):
@@ -226,6 +243,7 @@ class StepRunner:
         """Starts reading the bytes of pages or state blocks: see `pool_entries.take_entries`."""
         return self._command(self.do_take_entries, kind, list(ids))
 
+    @_moves_data
     def do_take_entries(self, kind: str, ids: Sequence[int]) -> jax.Array:
         """Command: see `take_entries`."""
         return take_entries(self.device_state, self.entry_forms[kind], kind, ids)
@@ -236,6 +254,7 @@ class StepRunner:
         words = np.pad(flat, (0, -flat.size % 4)) if flat.size % 4 else flat
         self._command(self.do_put_entries, kind, list(ids), words.view(np.int32))
 
+    @_moves_data
     def do_put_entries(self, kind: str, ids: Sequence[int], words: np.ndarray) -> None:
         """Command: see `put_entries`. `words` are the bytes of the entries, int32 [words]."""
         forms = self.entry_forms[kind]
@@ -255,6 +274,7 @@ class StepRunner:
         if self._sampler is None:
             self._command(self.do_make_sampler)
 
+    @_moves_data
     def do_make_sampler(self) -> None:
         """Command: makes a new `sampler`."""
         self._sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self.layout)
@@ -316,6 +336,7 @@ class StepRunner:
         self._checker.folded(slot)
         self._is_sound = True
 
+    @_moves_data
     def do_fold(self, slot: int) -> None:
         """Command: see `fold`."""
         slots = np.array([slot], np.int32)
@@ -349,6 +370,7 @@ class StepRunner:
         self._is_sound = True
         return result
 
+    @_moves_data
     def do_step(self, bucket: Bucket, inputs: Packed) -> Packed:
         """Command: starts the step of a bucket's program over packed `Inputs`, and returns its packed result.
 
@@ -365,6 +387,7 @@ class StepRunner:
         request = row.request
         self._begin(self.do_store_request, row.slot, request.prompt, tuple(request.generated), request.params)
 
+    @_moves_data
     def do_store_request(
         self, slot: int, prompt: Sequence[int], generated: Sequence[int], params: SamplingParams
     ) -> None:
@@ -376,11 +399,13 @@ class StepRunner:
         slots = [row.slot for row in rows if row.enters]
         self._begin(self.do_store_pages, slots, page_entries(rows))
 
+    @_moves_data
     def do_store_pages(self, slots: Sequence[int], entries: Sequence[Entry]) -> None:
         """Command: clears the page tables of slots, and sets entries of them."""
         tables = store_pages(self.device_state.page_tables, slots, entries)
         self.device_state = replace(self.device_state, page_tables=tables)
 
+    @_moves_data
     def do_store_tokens(self, slot: int, tokens: Sequence[int]) -> None:
         """Command: stores the first tokens of a slot's history."""
         pending = store_tokens(self.device_state.pending, slot, tokens)

@@ -273,3 +273,14 @@ def test_stop_tokens_that_min_tokens_can_not_forbid_are_refused():
         SamplingParams(stop_token_ids=stops, min_tokens=1)
     with pytest.raises(ValueError, match="min_tokens must be at most max_tokens, got 65"):
         dataclasses.replace(SamplingParams(), min_tokens=65)
+
+
+def test_a_warm_engine_makes_no_transfer_that_jax_can_be_set_to_refuse(rng):
+    engine = Engine(MODEL, EngineConfig(**SIZES | STEPPING["async_drafts"]))
+    requests = [(prompt, params_of(name)) for prompt, name in zip(asked(rng), [*OPTIONS, *DRAWN], strict=False)]
+    wanted = serve(engine, requests)
+    engine.reset_prefix_cache()
+    with jax.transfer_guard("disallow"):
+        found = serve(engine, requests)
+    assert all(each.token_ids for each in found)
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
