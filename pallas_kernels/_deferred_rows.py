@@ -70,5 +70,5 @@ def run_rows(
     folds = (position >= (base // length + 1) * length) & (fold_block != NULL_BLOCK)
     turns = jnp.maximum(jnp.diff(query_start_loc), folds.astype(jnp.int32))
     # The last row with a turn. If the number of turns were known to the compiler, it could compile some to other bits.
-    last = jnp.max(jnp.where(turns > 0, jnp.arange(1, turns.shape[0] + 1), 0))
+    last = jnp.max(jnp.where(turns > 0, jnp.arange(1, turns.shape[0] + 1, dtype=jnp.int32), 0))
     return jax.lax.fori_loop(0, last, run_row, (out, pool, rings))

@@ -92,7 +92,7 @@ def _cut(xp: ModuleType, query_start_loc: Any, num_computed_tokens: Any, chunk_s
     first = stop - count
     chunk = xp.arange(max_chunks(num_tokens, num_rows, chunk_size) + 1, dtype=np.int32)
     # There are few rows, so counting is faster than a search, which would be a loop of launches on a GPU.
-    row = xp.minimum(xp.sum(stop[:, None] <= chunk, axis=0), num_rows - 1).astype(np.int32)
+    row = xp.minimum(xp.sum(stop[:, None] <= chunk[None], axis=0), num_rows - 1).astype(np.int32)
     # Only a row's first chunk can start between two positions at which chunks are cut.
     offset = xp.maximum((chunk - first[row]) * chunk_size - lead[row], 0)
     real = chunk < stop[-1]

@@ -76,8 +76,8 @@ class Folds:
 
     def lost(self, recurrent_read: jax.Array) -> jax.Array:
         """Finds the rows that have a state but read NULL_BLOCK for it. bool [groups, rows]."""
-        empty = (recurrent_read == NULL_BLOCK) & ((self.base > 0) | self.unsettled)
-        return empty | (self.unsettled & (self.base > 0) & (self.read == NULL_BLOCK))
+        empty = (recurrent_read == NULL_BLOCK) & ((self.base > 0) | self.unsettled)[None]
+        return empty | ((self.unsettled & (self.base > 0))[None] & (self.read == NULL_BLOCK))
 
 
 def plan_folds(
@@ -253,7 +253,7 @@ def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots:
 def _clear(spec: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array, end: jax.Array) -> StatePool:
     """Clears entries, so that they add nothing: those of the positions `first` to `end` - 1. It skips slots out of range."""
     places = 2 * spec.fold_length
-    position = first[:, None] + jnp.arange(spec.fold_length, dtype=jnp.int32)
+    position = first[:, None] + jnp.arange(spec.fold_length, dtype=jnp.int32)[None]
     place = jnp.where(position < end[:, None], position % places, places)
     rings = []
     for group, ring in zip(spec.groups, pool.rings or (), strict=True):

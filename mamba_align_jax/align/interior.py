@@ -59,6 +59,6 @@ def interior_checkpoints(
     """
     first = column_of(num_computed_tokens + 1, block_size)
     last = column_of(num_computed_tokens + num_tokens, block_size)
-    column = first[:, None] + np.arange(checkpoints, dtype=np.int32)
+    column = first[:, None] + np.arange(checkpoints, dtype=np.int32)[None]
     offset = (column + 1) * block_size - num_computed_tokens[:, None]
     return offset, choose(column < last[:, None], column, -1)

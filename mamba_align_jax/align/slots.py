@@ -26,6 +26,6 @@ def set_slots(array: jax.Array, slot: jax.Array, values: jax.Array | int) -> jax
     if not slot.shape[0]:
         return array
     rows, slots = (jnp.arange(size, dtype=jnp.int32) for size in (slot.shape[0], array.shape[0]))
-    row = jnp.max(jnp.where(slot == slots[:, None], rows, -1), axis=1)
+    row = jnp.max(jnp.where(slot[None] == slots[:, None], rows, -1), axis=1)
     found = jnp.broadcast_to(values, (slot.shape[0], *array.shape[1:]))[jnp.maximum(row, 0)]
     return jnp.where((row >= 0).reshape(-1, *[1] * (array.ndim - 1)), found, array)

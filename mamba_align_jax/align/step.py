@@ -48,7 +48,7 @@ class CopyPlan:
         """
         real = self.destination != NULL_BLOCK
         recurrent = real & (self.recurrent_source != self.destination)
-        conv = real & ((self.conv_source != self.destination) | (self.window_row > 0))
+        conv = real & ((self.conv_source != self.destination) | (self.window_row > 0)[None])
         return jnp.sum(recurrent, axis=1, dtype=jnp.int32), jnp.sum(conv, axis=1, dtype=jnp.int32)
 
 
@@ -139,7 +139,7 @@ def begin_step(
     places = POLICIES[spec.policy](old, accepted, current)
     started = live & (old >= 0)
     lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
-    window = current[:, None] + jnp.arange(spec.window, dtype=jnp.int32)
+    window = current[:, None] + jnp.arange(spec.window, dtype=jnp.int32)[None]
     migration = None
     if places.migration is not None:
         moves = places.migration
@@ -175,7 +175,7 @@ def _begin_deferred(
     live, current, write, window_row = _live(batch), indices.running_column, indices.write, indices.window_row
     computed, conv_read = indices.num_computed_tokens, indices.conv_read
     read, folds, base = plan_folds(spec, state, batch, tables, live, computed, current, conv_read)
-    write = jnp.where(jnp.arange(write.shape[-1]) == 0, write, NULL_BLOCK)
+    write = jnp.where(jnp.arange(write.shape[-1], dtype=jnp.int32) == 0, write, NULL_BLOCK)
     if folds.windows is not None:
         # `migrate` writes the boundaries before chunks, which find their own window where it is then.
         window_row = jnp.where(folds.windows.moves & folds.unsettled, 0, window_row)

@@ -104,7 +104,7 @@ class SamplerState:
             tokens: Row r sampled `tokens[r, :counts[r]]`. int32 [rows, 1 + K].
             counts: int32 [rows].
         """
-        new = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
+        new = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < counts[:, None]
         seen = self.seen.at[slot[:, None], tokens].add(2 * new.astype(jnp.int32), mode="drop")
         return SamplerState(seen=seen, bias_token=self.bias_token, bias=self.bias, bias_until=self.bias_until)
 
@@ -158,7 +158,7 @@ def allow(logits: jax.Array, masks: jax.Array) -> jax.Array:
     Returns:
         The logits, float32 [n, vocab], -inf where a token is forbidden.
     """
-    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
     return jnp.where(bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 

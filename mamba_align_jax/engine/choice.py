@@ -75,7 +75,8 @@ def choose_tokens(
     num_rows = batch.idx_mapping.shape[0]
     last = jnp.maximum(batch.query_start_loc[1 + num_decode_rows :] - 1, 0)
     place = jnp.concatenate([verify.reshape(-1), last])
-    row = jnp.concatenate([jnp.repeat(jnp.arange(num_decode_rows), window), jnp.arange(num_decode_rows, num_rows)])
+    decode_rows, other_rows = np.split(np.arange(num_rows, dtype=np.int32), [num_decode_rows])
+    row = np.concatenate([decode_rows.repeat(window), other_rows])
     scores = None
     if sampling.draw is None:
         chosen = model.most_likely(hidden[place])
@@ -105,7 +106,7 @@ def _drafts_before(drafts: jax.Array, num_rows: int) -> jax.Array:
         int32 [places, K].
     """
     num_decode_rows, K = drafts.shape
-    earlier = jnp.arange(K) < jnp.arange(1 + K)[:, None]  # [places, drafts]
+    earlier = np.arange(K) < np.arange(1 + K)[:, None]  # [places, drafts]
     before = jnp.where(earlier, drafts[:, None], _NO_TOKEN).reshape(num_decode_rows * (1 + K), K)
     return jnp.pad(before, ((0, num_rows - num_decode_rows), (0, 0)), constant_values=_NO_TOKEN)
 

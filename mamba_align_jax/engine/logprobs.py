@@ -71,7 +71,7 @@ def _largest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         return jax.lax.top_k(logits, count)
     blocks = jnp.pad(logits, ((0, 0), (0, -vocab % _BLOCK)), constant_values=-jnp.inf).reshape(n, -1, _BLOCK)
     largest, places = jax.lax.top_k(blocks, count)
-    tokens = places + _BLOCK * jnp.arange(blocks.shape[1], dtype=jnp.int32)[:, None]
+    tokens = places + _BLOCK * jnp.arange(blocks.shape[1], dtype=jnp.int32)[None, :, None]
     largest, places = jax.lax.top_k(largest.reshape(n, -1), count)
     return largest, jnp.take_along_axis(tokens.reshape(n, -1), places, axis=1)
 

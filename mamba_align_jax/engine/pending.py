@@ -90,7 +90,7 @@ def decode_places(batch: StepBatch, num_decode_rows: int, window: int) -> jax.Ar
     A row with fewer than `window` tokens repeats the place of its last one.
     """
     first, end = batch.query_start_loc[:num_decode_rows], batch.query_start_loc[1 : num_decode_rows + 1]
-    place = first[:, None] + jnp.arange(window, dtype=jnp.int32)
+    place = first[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
     return jnp.minimum(place, jnp.maximum(end - 1, 0)[:, None])
 
 
@@ -125,10 +125,10 @@ def resolve(
 
 def record_sampled(pending: Pending, sampled: Sampled) -> Pending:
     """Stores the tokens that a step sampled. The drafts of the step before are valid no more. `pending` is donated."""
-    row = jnp.arange(sampled.counts.shape[0])
+    row = jnp.arange(sampled.counts.shape[0], dtype=jnp.int32)
     last = sampled.tokens[row, jnp.maximum(sampled.counts - 1, 0)]
     window, length = sampled.tokens.shape[1], pending.history.shape[1]
-    place = jnp.arange(window, dtype=jnp.int32)
+    place = jnp.arange(window, dtype=jnp.int32)[None]
     new = jnp.where(place < sampled.counts[:, None], sampled.known[:, None] + place, length)
     history = pending.history.at[sampled.slot[:, None], new].set(sampled.tokens, mode="drop")
     return Pending(

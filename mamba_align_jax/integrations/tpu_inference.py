@@ -185,8 +185,8 @@ def conv1d_gdn(
         read_offsets = jnp.zeros_like(state_indices)
 
     rows = state_indices.shape[0]
-    is_decode = jnp.arange(rows) < distribution[0]  # decode and verify rows
-    starts = query_start_loc[jnp.minimum(jnp.arange(rows + 1), distribution[2])].astype(jnp.int32)
+    is_decode = jnp.arange(rows, dtype=jnp.int32) < distribution[0]  # decode and verify rows
+    starts = query_start_loc[jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32), distribution[2])].astype(jnp.int32)
     length = jnp.diff(starts)
     position = seq_lens.astype(jnp.int32) - length
 
@@ -194,7 +194,7 @@ def conv1d_gdn(
     read_slot = read + jnp.where(is_decode, read_offsets.astype(jnp.int32), 0)
     read = jnp.where((position > 0) & (read != _NULL), read_slot, _NULL)
     # The slot after each token of a decode or verify row, and the one after the last token of any row.
-    token = jnp.arange(num_spec_tokens + 1, dtype=jnp.int32)
+    token = jnp.arange(num_spec_tokens + 1, dtype=jnp.int32)[None]
     write = jnp.where((is_decode & (slot != _NULL))[:, None], slot[:, None] + token, _NULL)
     last = jnp.where(is_decode & (slot != _NULL), slot + length - 1, slot)
 
@@ -217,7 +217,7 @@ def conv1d_gdn(
     out, states = gated_delta_rule_recurrent(*inputs, recurrent_state[None], 0, decode, read, write, **options)
     chunks = chunk_rows(prefill, position, v.shape[0])
     out_prefill, states = gated_delta_rule_prefill(*inputs, states, 0, prefill, chunks, read, slot, **options)
-    out = jnp.where((jnp.arange(v.shape[0]) < split)[:, None, None], out, out_prefill)
+    out = jnp.where((jnp.arange(v.shape[0], dtype=jnp.int32) < split)[:, None, None], out, out_prefill)
     return (windows[0], states[0]), out.reshape(-1, n_v * d_v)
 
 

@@ -147,7 +147,7 @@ class Linear(nnx.Module):
     def _whole(self, rows: jax.Array) -> jax.Array:
         """Computes the product and adds the bias, float32 [tokens, out], the same bits on all devices."""
         whole = self._float32(rows) if self.axis is None else self._summand(rows, self.axis).total()
-        return whole if self.bias is None else whole + self.bias[...].astype(jnp.float32)
+        return whole if self.bias is None else whole + self.bias[...].astype(jnp.float32)[None]
 
     def _float32(self, rows: jax.Array) -> jax.Array:
         (product,) = ops.linear(rows, self.weight[...], out_dtype="float32", implementation=self.implementation)

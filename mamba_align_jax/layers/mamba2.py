@@ -102,7 +102,7 @@ class Mamba2Mixer(nnx.Module):
         if self.multipliers is not None:
             of_z, *of_xBC, of_dt = self.multipliers
             factors = np.repeat(of_xBC, (inner, of_groups, of_groups))
-            z, xBC, dt = z * of_z, xBC * jnp.asarray(factors, xBC.dtype), dt * of_dt
+            z, xBC, dt = z * of_z, xBC * jnp.asarray(factors, xBC.dtype)[None], dt * of_dt
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
         same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=at.implementation)
 

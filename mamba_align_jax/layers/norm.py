@@ -24,6 +24,11 @@ def rms(x: jax.Array, epsilon: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
 
 
+def spread(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns numbers for the last axis of `x` as an array of its shape: JAX can be set to refuse arrays of fewer axes."""
+    return jnp.broadcast_to(weight, x.shape)
+
+
 class RMSNorm(nnx.Module):
     """Computes x / rms(x) * (offset + weight)."""
 
@@ -40,7 +45,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last axis."""
-        return (rms(x, self.epsilon) * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+        return (rms(x, self.epsilon) * spread(self.offset + self.weight[...].astype(jnp.float32), x)).astype(x.dtype)
 
     def step(self, scale: float = 1.0, dtype: Any = None) -> Norm:
         """Returns the norm as a step of a chain. Its arguments are those of `after`."""
@@ -98,7 +103,7 @@ class GatedRMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Normalises the last axis of `x`. `gate` has its shape."""
-        scaled = rms(x, self.epsilon) * self.weight[...].astype(jnp.float32)
+        scaled = rms(x, self.epsilon) * spread(self.weight[...].astype(jnp.float32), x)
         activated = _ACTIVATIONS[self.activation](gate.astype(jnp.float32))
         return (scaled * activated).astype(x.dtype)
 
@@ -163,5 +168,5 @@ class GatedGroupNorm(nnx.Module):
         y, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
         y = y if self.norm_before_gate else y * gate
         parts = y.reshape(y.shape[0], self.groups, -1)
-        y = self.normalise(parts).reshape(y.shape) * self.weight[...].astype(jnp.float32)
+        y = self.normalise(parts).reshape(y.shape) * spread(self.weight[...].astype(jnp.float32), y)
         return (y * gate if self.norm_before_gate else y).astype(x.dtype)

@@ -45,7 +45,7 @@ class Rotation:
         Returns:
             The cosines and the sines of the angles, times `scale`, each float32 [tokens, pairs].
         """
-        angle = positions.astype(jnp.float32)[:, None] * np.asarray(self.frequencies, np.float32)
+        angle = positions.astype(jnp.float32)[:, None] * np.asarray(self.frequencies, np.float32)[None]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 

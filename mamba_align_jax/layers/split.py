@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mamba_align_jax.layers.exchange import Exchange, Partial
 from mamba_align_jax.layers.linear import Linear
-from mamba_align_jax.layers.norm import GatedGroupNorm, RMSNorm
+from mamba_align_jax.layers.norm import GatedGroupNorm, RMSNorm, spread
 from mamba_align_jax.sharding import AXIS, Part, columns, devices
 
 
@@ -44,7 +44,7 @@ class SplitRMSNorm(nnx.Module):
         """Normalises the last axis over all devices. Repeated heads do not change the mean of the squares."""
         y = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jax.lax.pmean(jnp.mean(y * y, axis=-1, keepdims=True), AXIS) + self.epsilon)
-        return (y * scale * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+        return (y * scale * spread(self.offset + self.weight[...].astype(jnp.float32), y)).astype(x.dtype)
 
 
 class SplitGroupNorm(GatedGroupNorm):

@@ -290,7 +290,7 @@ class CausalLM(nnx.Module):
             largest, token = both[..., 0], both[..., 1].astype(jnp.int32)
         else:
             largest, token = (jax.lax.all_gather(x, self.vocab_axis) for x in (largest, token))
-        device = jnp.argmax(largest, axis=0)
+        device = jnp.argmax(largest, axis=0).astype(jnp.int32)
         return jnp.take_along_axis(token, device[None], axis=0)[0]
 
     def _own_logits(self, hidden: jax.Array) -> jax.Array:

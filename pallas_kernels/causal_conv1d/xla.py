@@ -12,7 +12,7 @@ def _history(
     pool: jax.Array, layer: jax.Array, read_block: jax.Array, window_row: jax.Array, width: int, layout: WindowLayout
 ) -> jax.Array:
     """Returns the width-1 inputs before each row, [rows, width-1, channels], in the pool's dtype."""
-    window_row = window_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
+    window_row = window_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
     place = (window_row,) if layout == "SD" else (slice(None), window_row)
     history = pool.at[layer, read_block[:, None], *place].get(mode="clip")
     return jnp.where(per_row(read_block != NULL_BLOCK, history), history, jnp.zeros_like(history))
@@ -38,7 +38,7 @@ def _convolve(
         before = history[rows.row, jnp.clip(rows.offset + j, 0, width - 2)]
         u = jnp.where(from_row, x[jnp.maximum(token - back, 0)], before).astype(jnp.float32)
         # What padding tokens would read may be NaN, and the gradient of the taps would be 0 times it.
-        y = y + taps[j] * jnp.where(rows.valid[:, None], u, 0.0)
+        y = y + taps[j][None] * jnp.where(rows.valid[:, None], u, 0.0)
     if activation == "silu":
         y = silu(y)
     return jnp.where(rows.valid[:, None], y, 0.0).astype(x.dtype)
@@ -118,7 +118,7 @@ def causal_conv1d_prefill(
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
     offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
     for n in range(offset.shape[1]):
-        at = offset[:, n, None] - (width - 1) + jnp.arange(width - 1, dtype=jnp.int32)
+        at = offset[:, n, None] - (width - 1) + jnp.arange(width - 1, dtype=jnp.int32)[None]
         kept = jnp.pad(_windows(x, history, query_start_loc[:-1], at), ((0, 0), (0, window - (width - 1)), (0, 0)))
         pool = _keep(pool, layer, block[:, n], kept, layout)
     return cut_columns(y, parts), pool

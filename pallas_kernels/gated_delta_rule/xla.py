@@ -29,8 +29,8 @@ def gates(
 
     The update kernel calls it as well.
     """
-    raw = a.astype(jnp.float32) + dt_bias.astype(jnp.float32)
-    rate = jnp.exp(A_log.astype(jnp.float32))
+    raw = a.astype(jnp.float32) + jnp.broadcast_to(dt_bias.astype(jnp.float32), a.shape)
+    rate = jnp.broadcast_to(jnp.exp(A_log.astype(jnp.float32)), a.shape)
     g = -rate * softplus(raw) if lower_bound is None else lower_bound * jax.nn.sigmoid(rate * raw)
     beta = jax.nn.sigmoid(b.astype(jnp.float32))
     return g, 2.0 * beta if allow_neg_eigval else beta
@@ -158,7 +158,9 @@ def _advance_chunk(
         return jnp.sum(between * x[:, :, None, :] * k[:, None, :, :], axis=-1)
 
     from_state = jnp.exp(jnp.cumsum(g, axis=1))
-    system = jnp.where(jnp.tril(lower, -1), products(k), 0.0) * beta[..., None] + jnp.eye(chunk, dtype=jnp.float32)
+    system = (
+        jnp.where(jnp.tril(lower, -1), products(k), 0.0) * beta[..., None] + jnp.eye(chunk, dtype=jnp.float32)[None]
+    )
     target = beta[..., None] * (v - dot("hik,hvk->hiv", from_state * k, state))
     correction = jax.scipy.linalg.solve_triangular(system, target, lower=True, unit_diagonal=True)
     out = dot("hik,hvk->hiv", from_state * q, state) + dot("hij,hjv->hiv", products(q), correction)

@@ -16,7 +16,7 @@ from pallas_kernels.least_kept.config import Config, default_config
 
 def _digit(sums: jax.Array, value: jax.Array, enough: jax.Array) -> jax.Array:
     """Returns the largest of the next bits' values that is reached: the number of values from 1 on with `enough`."""
-    return jnp.sum(((sums >= enough) & (value > 0)).astype(jnp.int32), axis=-1)
+    return jnp.sum(((sums >= enough) & (value > 0)).astype(jnp.int32), axis=-1, dtype=jnp.int32)
 
 
 def _kernel(refs, *, config: Config, shift: int, counts: bool):
@@ -74,4 +74,4 @@ def last_to_reach(
         bits, sums = results["found"], results["sums"]
     assert sums is not None  # 30 bits take at least one pass
     value = jnp.arange(1 << config.bits, dtype=jnp.int32)
-    return weight_of(bits + _digit(jnp.sum(sums, axis=1), value, enough[:, None]))
+    return weight_of(bits + _digit(jnp.sum(sums, axis=1), value[None], enough[:, None]))

@@ -58,7 +58,7 @@ def finish(
 ) -> tuple[jax.Array, ...]:
     """Takes a product, float32 [tokens, outputs], to the op's results."""
     if bias is not None:
-        total = total + bias.astype(jnp.float32)
+        total = total + bias.astype(jnp.float32)[None]
     if is_gated:
         gate, up = jnp.split(total, 2, axis=1)
         total = _math.silu(gate) * up

@@ -40,11 +40,11 @@ def xla(logits, bias, valid, *, rule: Rule):
     logits = rule.total(logits)
     logits, gate = logits[:, : rule.experts], jax.nn.sigmoid(logits[:, rule.experts :])
     scores = jax.nn.softmax(logits, axis=-1) if rule.scores == "softmax" else jax.nn.sigmoid(logits)
-    choice = (scores if bias is None else scores + bias).reshape(scores.shape[0], rule.groups, -1)
+    choice = (scores if bias is None else scores + bias[None]).reshape(scores.shape[0], rule.groups, -1)
     if rule.top_groups < rule.groups:
         group_scores = jnp.sum(jax.lax.top_k(choice, 2)[0], axis=-1)
         best = jax.lax.top_k(group_scores, rule.top_groups)[1]
-        allowed = jnp.any(best[:, :, None] == jnp.arange(rule.groups, dtype=best.dtype), axis=1)
+        allowed = jnp.any(best[:, :, None] == jnp.arange(rule.groups, dtype=best.dtype)[None, None], axis=1)
         choice = jnp.where(allowed[:, :, None], choice, -jnp.inf)
     chosen = jax.lax.top_k(choice.reshape(scores.shape), rule.top_k)[1]
     weights = jnp.take_along_axis(scores, chosen, axis=1)

@@ -47,7 +47,7 @@ def tiles(chosen: jax.Array, experts: int, rows: int, *, has_rest: bool = False)
     pairs, classes = chosen.shape[0], experts + has_rest
     key = _keys(chosen, experts)
     order = jax.lax.sort_key_val(key, jnp.arange(pairs, dtype=jnp.int32))[1]
-    each = jnp.sum(key == jnp.arange(classes, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    each = jnp.sum(key[None] == jnp.arange(classes, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     end = jnp.cumsum(each, dtype=jnp.int32)
     last = jnp.cumsum(-(-each // rows), dtype=jnp.int32)
     tile = jnp.arange(_most_tiles(pairs, classes, rows), dtype=jnp.int32)
@@ -88,7 +88,7 @@ def _count_kernel(refs, *, experts: int, block: int):
 
     counts = jnp.zeros((classes, _PAIRS), jnp.int32)
     counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(block // (_AHEAD * _PAIRS)), advance, counts)
-    pt.store(refs.counts.at[number, class_], jnp.sum(counts, axis=1))
+    pt.store(refs.counts.at[number, class_], jnp.sum(counts, axis=1, dtype=jnp.int32))
 
 
 def _order_kernel(refs, *, experts: int, has_rest: bool, rows: int, block: int, interpret: bool):
@@ -114,8 +114,8 @@ def _order_kernel(refs, *, experts: int, has_rest: bool, rows: int, block: int, 
 
     none = jnp.zeros((_COUNTS, classes), jnp.int32)
     total, before = jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-blocks // (2 * _COUNTS))), add, (none, none))
-    each, before = jnp.sum(total, axis=0), jnp.sum(before, axis=0)
-    begin = jnp.cumsum(each, axis=0) - each
+    each, before = (jnp.sum(counts, axis=0, dtype=jnp.int32) for counts in (total, before))
+    begin = jnp.cumsum(each, axis=0, dtype=jnp.int32) - each
     # Each pair needs another class's place, so the places go through memory.
     pt.store(refs.places.at[number, class_], begin + before)
     if not interpret:
@@ -136,20 +136,21 @@ def _order_kernel(refs, *, experts: int, has_rest: bool, rows: int, block: int, 
     equal = jnp.zeros((block, _PAIRS), jnp.int32)
     equal = jax.lax.fori_loop(jnp.int32(0), jnp.int32(block // (_AHEAD * _PAIRS)), rank, equal)
     exists = pair < refs.chosen.shape[0]
-    place = pt.load(refs.places.at[number, key], mask=exists, other=0) + jnp.sum(equal, axis=1)
+    place = pt.load(refs.places.at[number, key], mask=exists, other=0) + jnp.sum(equal, axis=1, dtype=jnp.int32)
     # Interpreted, a masked store writes the old value, which would undo another lane's store.
     pt.store(refs.order.at[jnp.where(exists, place, refs.order.shape[0])], pair, mask=exists)
 
     cut = jnp.where(class_ < experts + has_rest, jax.lax.div(each + (rows - 1), jnp.int32(rows)), 0)
-    last = jnp.cumsum(cut, axis=0)
+    last = jnp.cumsum(cut, axis=0, dtype=jnp.int32)
     num_tiles = refs.expert.shape[0]
     per_program = -(-num_tiles // (blocks * _TILES))
 
     def describe(turn, _):
         tile, exists = pt.lanes(number * per_program + turn, _TILES, num_tiles)
-        expert = jnp.sum((last[None, :] <= tile[:, None]).astype(jnp.int32), axis=1)
+        expert = jnp.sum((last[None, :] <= tile[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
         expert = jnp.minimum(expert, experts + has_rest - 1)
-        of = lambda values: jnp.sum(jnp.where(class_[None, :] == expert[:, None], values[None, :], 0), axis=1)
+        is_own = class_[None, :] == expert[:, None]
+        of = lambda values: jnp.sum(jnp.where(is_own, values[None, :], 0), axis=1, dtype=jnp.int32)
         start = of(begin) + (tile - of(last - cut)) * rows
         length = jnp.minimum(jnp.maximum(of(begin + each) - start, 0), rows)
         for ref, value in ((refs.expert, expert), (refs.start, start), (refs.length, length)):

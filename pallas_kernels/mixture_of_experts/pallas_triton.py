@@ -57,7 +57,7 @@ def _own_tile(refs, rows: int, experts: int) -> _Tile:
         return (pt.load(refs.chosen.at[pair], mask=pair < num_pairs, other=-1) == expert).astype(jnp.int32)
 
     every, _ = pt.lanes(0, pt.power_of_two(num_pairs), num_pairs)
-    first = jnp.sum(jnp.where(every < begin, same(every), 0), axis=0)
+    first = jnp.sum(jnp.where(every < begin, same(every), 0), axis=0, dtype=jnp.int32)
 
     def find(rows):
         lane, _ = pt.lanes(0, rows, rows)
@@ -67,9 +67,9 @@ def _own_tile(refs, rows: int, experts: int) -> _Tile:
             seen, found = carry
             pair, _ = pt.lanes(block, _BLOCK, num_pairs)
             own = jnp.where(pair >= begin, same(pair), 0)
-            place = jnp.where(own == 1, seen + jnp.cumsum(own, axis=0) - 1, -1)
+            place = jnp.where(own == 1, seen + jnp.cumsum(own, axis=0, dtype=jnp.int32) - 1, -1)
             numbers = jnp.max(jnp.where(place[None, :] == lane[:, None], pair[None, :] + 1, 0), axis=1)
-            return seen + jnp.sum(own, axis=0), jnp.maximum(found, numbers)
+            return seen + jnp.sum(own, axis=0, dtype=jnp.int32), jnp.maximum(found, numbers)
 
         carry = jnp.int32(0), jnp.zeros((rows,), jnp.int32)
         blocks = jnp.int32(-(-num_pairs // _BLOCK))

@@ -62,8 +62,8 @@ def _outputs(x, up, down, chosen, activation: str, dtype):
     batch = max(1, _ELEMENTS // (up[0].size + down[0].size))
     each = cut.expert, cut.start, cut.length
     out = jax.vmap(run)(each) if cut.start.size <= batch else jax.lax.map(run, each, batch_size=batch)
-    pair = cut.order.at[cut.start[:, None] + lane].get(mode="clip")
-    pair = jnp.where(lane < cut.length[:, None], pair, pairs)
+    pair = cut.order.at[cut.start[:, None] + lane[None]].get(mode="clip")
+    pair = jnp.where(lane[None] < cut.length[:, None], pair, pairs)
     return jnp.zeros((pairs, hidden), dtype).at[pair].set(out, mode="drop", unique_indices=False)
 
 

@@ -31,7 +31,7 @@ def paged_attention(
     num_tokens, heads, key_dim = q.shape
     page_size, kv_heads = keys.shape[2:4]
     cut = tiles(query_start_loc, num_computed_tokens, num_tokens, _TILE, max_query_tokens, slots)
-    lane = jnp.arange(_TILE, dtype=jnp.int32)
+    lane = jnp.arange(_TILE, dtype=jnp.int32)[None]
     packed = jnp.minimum(cut.start[:, None] + lane, num_tokens - 1)
     token_position = cut.position[:, None] + lane
     end = cut.position + cut.length
@@ -44,7 +44,7 @@ def paged_attention(
 
     def advance(carry):
         block, top, total, out = carry
-        position = block * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+        position = block * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None]
         exists = position < end[:, None]
         # A tile that has ended reads the page of its last position again, and NULL_PAGE has no part in any row.
         place = jnp.minimum(position, jnp.maximum(end[:, None] - 1, 0))
@@ -54,7 +54,7 @@ def paged_attention(
         v = k[..., :value_dim] if values is None else take(values)
         v = jnp.where(exists[:, :, None, None], v, 0)
         scores = product("xthgd,xlhd->xhgtl", grouped, k) * scale
-        seen = exists[:, None, :] & (position <= token_position[:, :, None])
+        seen = exists[:, None, :] & (position[:, None] <= token_position[:, :, None])
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.exp(scores - new_top[..., None])

@@ -81,7 +81,7 @@ def _gated_norm(x: jax.Array, step: GatedNorm) -> jax.Array:
     heads, gate = (each.astype(jnp.float32).reshape(shape) for each in (x, step.gate))
     heads = heads * jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + step.epsilon)
     activation = silu if step.activation == "silu" else jax.nn.sigmoid
-    return (heads * step.weight.astype(jnp.float32) * activation(gate)).astype(x.dtype).reshape(x.shape)
+    return (heads * step.weight.astype(jnp.float32)[None, None] * activation(gate)).astype(x.dtype).reshape(x.shape)
 
 
 def _experts(x: jax.Array, step: Experts, implementation: Implementation | None) -> jax.Array:

@@ -26,4 +26,4 @@ def add_rms_norm(
     total = (x.astype(jnp.float32) + scale * sum_of_shares(addend)).astype(x.dtype)
     y = total.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
-    return total, (y * (offset + weight.astype(jnp.float32))).astype(out_dtype)
+    return total, (y * (offset + weight.astype(jnp.float32))[None]).astype(out_dtype)

@@ -19,7 +19,7 @@ def rotate(
     x = x.astype(jnp.float32)
     if weight is not None:
         mean = jnp.mean(x * x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(mean + epsilon) * (offset + weight.astype(jnp.float32))
+        x = x * jax.lax.rsqrt(mean + epsilon) * (offset + weight.astype(jnp.float32))[None, None]
     if cos is None or sin is None:
         return x
     pairs = cos.shape[1]

@@ -72,7 +72,7 @@ class DevicePromptLookup(HistoryDrafter):
         Tokens of `history` after the first `length` are not read. A row has either `max_drafts` valid drafts or none;
         invalid drafts are 0.
         """
-        place = jnp.arange(history.shape[1], dtype=jnp.int32)
+        place = jnp.arange(history.shape[1], dtype=jnp.int32)[None]
         end = jnp.zeros_like(length)
         same = place < length[:, None] - 1
         for n in range(1, self.longest + 1):
@@ -84,7 +84,7 @@ class DevicePromptLookup(HistoryDrafter):
                 last = jnp.max(jnp.where(same, place + 1, 0), axis=1)
                 end = jnp.where(last > 0, last, end)
         period = jnp.maximum(length - end, 1)
-        source = end[:, None] + jnp.arange(max_drafts, dtype=jnp.int32) % period[:, None]
+        source = end[:, None] + jnp.arange(max_drafts, dtype=jnp.int32)[None] % period[:, None]
         drafts = jnp.take_along_axis(history, jnp.minimum(source, history.shape[1] - 1), axis=1)
         found = end > 0
         return jnp.where(found[:, None], drafts, 0), jnp.where(found, max_drafts, 0).astype(jnp.int32)

@@ -216,7 +216,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
 def of_chunks(beta: jax.Array, chunks: Chunks) -> jax.Array:
     """Returns betas as [heads, chunks, tokens], 0 for places without a token."""
     first, last = chunks.cu_chunk_seqlens[:-1, None], chunks.cu_chunk_seqlens[1:, None]
-    token = first + jnp.arange(SIZE)
+    token = first + jnp.arange(SIZE, dtype=jnp.int32)[None]
     exists = (token < last)[:, :, None]
     return jnp.where(exists, beta[jnp.minimum(token, beta.shape[0] - 1)], 0.0).transpose(2, 0, 1)
 

@@ -1,0 +1,216 @@
+"""Runs one case of each op, an engine and the foreign step, and writes down what they compute.
+
+`python tests/under_settings.py '{"jax_enable_x64": true}' FILE PART ...` runs in a process of its own whose JAX has these
+settings from the start, as a program that imports this library may have them. FILE gets the results of each part by name.
+"""
+
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+GUARD = "jax_transfer_guard"  # holds from when an engine is warm: JAX itself can't make an array of zeros under it
+
+
+def run_ops(implementation):
+    """Runs every op once, and returns a tree of results."""
+    import pallas_kernels as pk
+    from pallas_kernels.product_chain.cases import Case
+
+    rng, HEADS, DIM = np.random.default_rng(0), 2, 16
+    CHANNELS = 3 * HEADS * DIM
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    ints = lambda *values: jnp.asarray(values, jnp.int32)
+    x, weight, loc = array(6, CHANNELS), array(4, CHANNELS), ints(0, 1, 6)
+    conv, recurrent = array(1, 6, 5, CHANNELS), array(1, 6, HEADS, DIM, DIM)
+    a, b, A_log, dt_bias = array(6, HEADS), array(6, HEADS), array(HEADS), array(HEADS)
+    rows = 0, weight, None, loc, ints(1, 0), ints(1, 0), ints(2, 3)
+    how = dict(implementation="triton", interpret=True) if implementation == "interpret" else {}
+    q, k, v = jnp.split(x.reshape(6, 3 * HEADS, DIM), 3, axis=1)
+    g, beta = pk.gated_delta_rule_gates(a, b, A_log, dt_bias)
+    rates = -jnp.abs(recurrent[0, 0])
+    states = recurrent, 0, loc, ints(1, 0), jnp.pad(ints(2, 3)[:, None], ((0, 0), (0, 4)))
+    chunks = pk.chunk_rows(loc, ints(3, 0), 6, 16)  # short chunks make small programs
+    prefill = recurrent, 0, loc, chunks, ints(1, 0), ints(2, 3), ints(1, 0)[:, None], ints(4, 0)[:, None]
+    narrow = lambda *arrays: [x.astype(jnp.bfloat16) for x in arrays]
+    rings = array(1, 2, HEADS, 32, DIM), array(1, 2, HEADS, 32, DIM), -jnp.abs(array(1, 2, HEADS, 32))
+    deferred = 0, loc, ints(0, 1), ints(3, 0), ints(17, 14), ints(1, 0), ints(2, 3)  # folds, and crosses a group's end
+    of_scan = rings[0], rings[1], rings[1]
+    of_mamba = (
+        array(1, 2, HEADS, 32, DIM),
+        array(1, 2, 1, 32, DIM),
+        *(-jnp.abs(array(1, 2, HEADS, 32)) for _ in range(2)),
+    )
+    pages = array(1, 6, 4, HEADS, DIM)
+    attention = pages, pages, 0, loc, ints(3, 9), ints(1, 2, 3, 4, 5, 0).reshape(2, 3).repeat(2, axis=1)
+    up, down, logits = array(5, 2 * DIM, CHANNELS), array(5, CHANNELS, DIM), array(2, 6, 4)
+    chosen, shares = pk.choose_experts(logits, 2, bias=array(4), **how)
+    chain = Case("any", ("norm", ("gated", 32), 24), 16, parts=(8, 16), dtype="float32")
+    made = chain.arguments(lambda shape, dtype, deviation: (deviation * array(*shape)).astype(dtype), tokens=2)
+    weights = jnp.exp(-jnp.abs(array(3, 100)))
+    found = dict(
+        state_copy=pk.state_copy(recurrent, ints(1, 2), ints(3, 4), **how),
+        state_copy_of_windows=pk.state_copy(conv, ints(1, 2), ints(3, 2), ints(1, 2), **how),
+        causal_conv1d_update=pk.causal_conv1d_update(x[:3], conv, 0, weight, None, ints(0, 1, 3), *rows[4:], **how),
+        causal_conv1d_prefill=pk.causal_conv1d_prefill(x, conv, *rows, ints(0, 3)[:, None], ints(0, 4)[:, None], **how),
+        gated_delta_rule_update=pk.gated_delta_rule_update(x, a, b, A_log, dt_bias, *states, **how),
+        gated_delta_rule_recurrent=pk.gated_delta_rule_recurrent(q, k, v, -jnp.abs(k), beta, *states, **how),
+        gated_delta_rule_deferred=pk.gated_delta_rule_deferred(
+            x, a, b, A_log, dt_bias, recurrent, *rings, *deferred, max_query_tokens=5, **how
+        ),
+        gated_delta_rule_prefill=pk.gated_delta_rule_prefill(*narrow(q, k, v), g, beta, *prefill, **how),
+        gated_delta_rule_prefill_per_channel=pk.gated_delta_rule_prefill(q, k, v, -jnp.abs(k), beta, *prefill, **how),
+        selective_state_update=pk.selective_state_update(
+            v, a, -jnp.exp(A_log), q, k, *states, D=dt_bias, z=k, dt_bias=dt_bias, **how
+        ),
+        selective_state_deferred=pk.selective_state_deferred(
+            x[:, : 4 * DIM], a, -jnp.exp(A_log), recurrent, *of_mamba, *deferred, max_query_tokens=5, D=dt_bias, **how
+        ),
+        ssd=pk.ssd(*narrow(v, a), -jnp.exp(A_log), *narrow(q, k), *prefill, D=dt_bias, z=narrow(k)[0], **how),
+        selective_scan=pk.selective_scan(v, k, rates, q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
+        selective_scan_deferred=pk.selective_scan_deferred(
+            v, k, rates, q, k, recurrent, *of_scan, *deferred, max_query_tokens=5, D=k[1], z=k, **how
+        ),
+        paged_attention=pk.paged_attention(q, *attention, max_query_tokens=5, **how),
+        paged_attention_bfloat16=pk.paged_attention(*narrow(q, pages, pages), *attention[2:], **how),
+        rotate_and_store=pk.rotate_and_store(
+            q, k, v, a, b, pages, pages, 0, ints(*range(6)), ints(0, 1, 2, 3, 0, 1), q[0, 0], k[0, 0], **how
+        ),
+        rotate=pk.rotate(q, a, b),
+        linear=pk.linear(a, b, a[:, 0], parts=(2, 4), **how),
+        linear_gated=pk.linear(*narrow(a, b), is_gated=True, **how),
+        linear_sums=pk.linear_sums(a, b, **how),
+        add_rms_norm=pk.add_rms_norm(a, b[None], A_log, epsilon=1e-6, **how),
+        choose_experts=(chosen, shares),
+        mixture_of_experts=pk.mixture_of_experts(x, up, down, chosen, shares, **how),
+        mixture_of_experts_sums=pk.mixture_of_experts_sums(x, up, down, chosen, shares, **how),
+        routed_experts_sums=pk.routed_experts_sums(x[:1], logits[:, :1], up[:5], down[:5], 2, shared=1, **how),
+        least_kept=pk.least_kept(weights / weights.max(1, keepdims=True), ints(0, 3, 50), array(3) * 0 + 0.7, **how),
+    )
+    if implementation is None:  # no kernel of these is interpreted
+        found["product_chain"] = pk.product_chain(*made, parts=chain.parts)
+        found["all_reduce"] = run_all_reduce(array(6, CHANNELS), array(2, 6, CHANNELS), array(CHANNELS))
+    return found
+
+
+def run_all_reduce(x, addend, weight):
+    """Runs the ops over the one device of a mesh, which has no mailboxes to write to."""
+    import pallas_kernels as pk
+
+    mesh, every = jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec()
+    memory, addresses = jnp.zeros((1, 4 * 2**16), jnp.int32), jnp.zeros((1, 2, 2), jnp.int32)
+    boxes = pk.Mailboxes(memory=memory, addresses=addresses, capacity=2**16, axis="x")
+
+    def run(x, addend, weight, boxes, turn):
+        total, turn = pk.all_reduce(addend, boxes, turn)
+        return total, *pk.all_reduce_rms_norm(x, addend, weight, boxes, turn, epsilon=1e-6)
+
+    over_devices = jax.shard_map(run, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
+    return jax.jit(over_devices)(x, addend, weight, boxes, jnp.int32(1))
+
+
+def lower_ops():
+    """Lowers the first case of each op for a GPU, and returns nothing."""
+    from kernels.test_lowering import EVERY
+
+    for lower, _, case in EVERY.values():
+        assert "__gpu$xla.gpu.triton" in lower("NVIDIA H200", case)
+    return {}
+
+
+def make_engine(speculation):
+    """Returns an engine of two layers of the bundled model, and how its requests are sampled, each in another way."""
+    from fakes.engines import load_two_layers
+
+    from mamba_align_jax import Engine, EngineConfig, SamplingParams
+    from mamba_align_jax.data import BYTE_MODEL
+
+    sizes = dict(block_size=8, kv_page_size=8, max_num_seqs=5, max_num_batched_tokens=32, max_model_len=64)
+    drafts = {} if speculation == "none" else dict(num_speculative_tokens=2, speculation=speculation)
+    config = EngineConfig(num_state_blocks=40, num_kv_pages=40, **sizes, **drafts)
+    asks = (
+        dict(),
+        dict(temperature=1.0, seed=3, top_k=20, top_p=0.9),
+        dict(temperature=1.0, seed=4, min_p=0.01, frequency_penalty=0.5, repetition_penalty=1.2),
+        dict(logprobs=2, logit_bias={101: 1.0}),
+        dict(prompt_logprobs=1, presence_penalty=1.0, min_tokens=3),
+    )
+    return Engine(load_two_layers(BYTE_MODEL), config), [
+        SamplingParams(max_tokens=8, ignore_eos=True, **a) for a in asks
+    ]
+
+
+def run_engine(speculation):
+    """Serves requests of every kind side by side, under a transfer guard if there is to be one."""
+    from mamba_align_jax.data import encode
+    from mamba_align_jax.engine.buckets import Bucket
+    from mamba_align_jax.engine.runner import StepRunner
+
+    # All steps pad to one program, because compiling takes longer than running.
+    sizes = lambda self: (self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
+    StepRunner.buckets = property(lambda self: [Bucket(*sizes(self))])
+    engine, params = make_engine(speculation)
+    prompts = [encode(f"{number}) a list of a list of a list") for number in range(len(params))]
+
+    def serve():
+        outputs = engine.generate(prompts, params)
+        return outputs, engine.generate([[*outputs[0].prompt_token_ids, *outputs[0].token_ids]], [params[1]])
+
+    serve()  # compiles
+    engine.reset_prefix_cache()
+    with jax.transfer_guard(SETTINGS.get(GUARD, "allow")):
+        outputs, again = serve()
+    assert again[0].num_cached_tokens > 0
+    assert engine.stats.null_reads == 0
+    tokens = [np.array(output.token_ids) for output in [*outputs, *again]]
+    scores = [[each.logprob for each in outputs[3].logprobs], [each.logprob for each in outputs[4].prompt_logprobs[1:]]]
+    return dict(tokens=tokens, scores=[np.array(values, np.float32) for values in scores])
+
+
+def run_foreign_step():
+    """Runs the example, whose outputs are in what it prints to so many digits as are sure."""
+    from examples import foreign_step
+
+    run = foreign_step.Server.run
+
+    @functools.wraps(run)
+    def guarded(*arguments, **options):
+        with jax.transfer_guard(SETTINGS.get(GUARD, "allow")):
+            return run(*arguments, **options)
+
+    foreign_step.Server.run = guarded
+    foreign_step.main()
+    return {}
+
+
+PARTS = {
+    "ops": functools.partial(run_ops, None),
+    "interpreted ops": functools.partial(run_ops, "interpret"),
+    "lowered ops": lower_ops,
+    **{f"engine {drafts}": functools.partial(run_engine, drafts) for drafts in ("none", "prompt_lookup", "mtp")},
+    "foreign step": run_foreign_step,
+}
+
+
+def main(settings, file, *parts):
+    SETTINGS.update(json.loads(settings))
+    for name, value in SETTINGS.items():
+        if name != GUARD:
+            jax.config.update(name, value)
+    found = {}
+    for part in parts:
+        leaves = jax.tree_util.tree_leaves_with_path(PARTS[part]())
+        # NumPy's files know no bfloat16.
+        found |= {
+            f"{part}{jax.tree_util.keystr(path)} {leaf.dtype}": np.asarray(leaf).view(f"u{leaf.dtype.itemsize}")
+            for path, leaf in leaves
+        }
+    np.savez(file, **found)
+
+
+SETTINGS = {}
+if __name__ == "__main__":
+    main(*sys.argv[1:])
