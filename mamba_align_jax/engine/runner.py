@@ -1,4 +1,7 @@
-"""Runs plans on the device: owns parameters, pools and programs, dispatches a step, and reads its result later."""
+"""Runs plans on the device: owns parameters, pools and programs, dispatches a step, and reads its result later.
+
+It has more than 400 lines because each command has a method that plans it and one that every process runs.
+"""
 
 import contextlib
 import functools
