@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.models.fields import check_field, read_object
 from mamba_align_jax.models.state_spaces import from_state_spaces, is_state_spaces
 
@@ -62,6 +63,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the directory has no config.json, or that is no object, or a PEFT adapter is in the directory.
     """
+    values.instance("path", path, str, Path)
     file = Path(path) / "config.json"
     if Path(path).suffix == ".gguf":
         raise ValueError(
@@ -112,6 +114,7 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is no object, or `eos_token_id` is neither a token nor a list of tokens.
     """
+    values.instance("path", path, str, Path)
     file = Path(path) / "generation_config.json"
     if not file.is_file():
         return {}
@@ -132,6 +135,7 @@ def read_tokenizer_end(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: tokenizer_config.json is no object.
     """
+    values.instance("path", path, str, Path)
     file, every = Path(path) / "tokenizer_config.json", Path(path) / "tokenizer.json"
     fields = read_object(file) if file.is_file() else {}
     name = _text_of(fields.get("eos_token"))
@@ -183,6 +187,7 @@ def read_sampling_defaults(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the directory has no such file, or a field has a wrong type. It is named.
     """
+    values.instance("path", path, str, Path)
     name = "generation_config.json"
     if not (Path(path) / name).is_file():
         raise ValueError(f"model directory must hold a {name}, got {str(path)!r}")

@@ -93,8 +93,10 @@ _MAY_BE_ZERO = (
 _MAX_SIZE, _MAX_COUNT, _MAX_NUMBER = 2**24, 2**12, 2**31 - 1
 _COUNTS = (
     "n_routed_experts",
+    "num_attention_heads",
     "num_experts",
     "num_hidden_layers",
+    "num_key_value_heads",
     "num_local_experts",
     "num_shared_experts",
 )

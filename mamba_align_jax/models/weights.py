@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
@@ -57,6 +58,7 @@ def find_tensors(path: str | Path) -> dict[str, Tensor]:
     Raises:
         ValueError: a file is missing or broken, or the weights are quantised in a way that can't be loaded.
     """
+    values.instance("path", path, str, Path)
     path = Path(path)
     quantisation = read_quantisation(read_config(path))
     found: dict[str, Any] = {}
@@ -87,6 +89,7 @@ def _sizes(model: CausalLM) -> dict[Any, tuple[int, ...]]:
 
 def stored_dtype(path: str | Path) -> str | None:
     """Returns the dtype of the largest tensor in a model directory; None if no model can have it."""
+    values.instance("path", path, str, Path)
     tensors = stored_tensors(Path(path)).values()
     largest = max(tensors, key=lambda tensor: math.prod(tensor.shape), default=None)
     return _DTYPES.get(largest.kind) if largest else None
@@ -96,8 +99,8 @@ def _check_shapes(source: Source, tensors: Mapping[str, Tensor], variable: Any, 
     """Checks the shapes of tensors of their own. `sizes` are those of a product's parts; None if it is no product."""
     if source.split is None:
         return
-    # An empty array takes no memory until something is written to it.
-    wanted = source.split(np.empty(variable.shape, np.bool_), sizes or variable.shape[:1])
+    # A wrong configuration may ask for more than the memory, so all elements are the same one.
+    wanted = source.split(np.broadcast_to(np.False_, variable.shape), sizes or variable.shape[:1])
     for name, part in zip(source.names, wanted, strict=True):
         if tensors[name].shape != part.shape:
             raise ValueError(f"tensor {name!r} must have shape {list(part.shape)}, got {list(tensors[name].shape)}")

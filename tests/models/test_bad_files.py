@@ -14,7 +14,16 @@ from fakes.model_directory import INDEX, WEIGHTS, ModelDirectory
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.cli import main
+from mamba_align_jax.engine.chat_template import load_chat_template
+from mamba_align_jax.engine.text import load_tokenizer
 from mamba_align_jax.models import ARCHITECTURES, load_model, outline_model
+from mamba_align_jax.models.config_files import (
+    read_config,
+    read_generation_config,
+    read_sampling_defaults,
+    read_tokenizer_end,
+)
+from mamba_align_jax.models.weights import find_tensors, has_draft_head, stored_dtype
 
 CONV = "backbone.layers.0.mixer.conv1d.weight"
 
@@ -210,6 +219,7 @@ def test_field_of_a_wrong_type_is_refused(directory, capsys, change, message):
         (weights.granitemoehybrid, {"mamba_n_groups": 5}, "mamba_n_heads must be a multiple of mamba_n_groups = 5"),
         (weights.falcon_h1, {"ssm_multipliers": [1.0]}, "ssm_multipliers must be a list of 5 finite numbers, got [1.0]"),
         (weights.falcon_h1, {"mlp_multipliers": "ab"}, "mlp_multipliers must be a list of 2 finite numbers"),
+        (weights.falcon_h1, {"num_attention_heads": 2**24}, "num_attention_heads must be an integer from 1 to 4096, got"),
         (weights.falcon_h1, {"rope_theta": -1}, "rope_theta must be above 0, got -1"),
         (weights.falcon_h1, {"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
         (weights.falcon_h1, {"rope_parameters": {"rope_theta": "1"}}, "rope_theta must be a finite number, got"),
@@ -228,6 +238,22 @@ def test_fields_that_do_not_fit_together_are_refused(tmp_path, capsys, make, cha
     config, _ = weights.write(tmp_path, make)
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     refused(tmp_path, f"config.json: {message}", capsys)
+
+
+def test_a_tensor_that_no_memory_could_hold_is_refused_by_its_shape(tmp_path, capsys):
+    config, _ = weights.write(tmp_path, weights.falcon_h1)
+    config |= {"num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 2**16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"must have shape \[\d+, 268435456\], got"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"x", ["x"]], ids=repr)
+def test_a_path_of_another_type_is_refused_by_every_function_that_takes_one(path):
+    readers = (load_model, outline_model, load_tokenizer, load_chat_template, read_config, read_generation_config)
+    for read in (*readers, read_sampling_defaults, read_tokenizer_end, find_tensors, has_draft_head, stored_dtype):
+        with pytest.raises(ValueError, match="path must be str or Path, got"):
+            read(path)
 
 
 VALUES = ["a", "auto", 1.5, 0, -1, True, [], {}, 2**24, 2**40, 4096, 3, 7, [1, 2], ["a"], {"a": 1}, 1e-300, -0.5]
