@@ -3,6 +3,8 @@
 import argparse
 import gc
 import inspect
+import itertools
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -134,8 +136,9 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
         if listener is not None:
             # Before anything is cached, because a new listener empties the cache.
             engine.on_cache_event(listener)
-        if options.save_cache is not None:
-            restore_cache(engine, options.save_cache)
+        directory: Path | None = options.save_cache
+        if directory is not None and not restore_cache(engine, directory):
+            directory = None
         app = create_app(engine, settings, load_chat_template(options.model), when_compiled=freeze)
         server = make_server(
             app,
@@ -149,8 +152,8 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
             f"mamba-align: compiling programs for {settings.model_name}; /ready says when it is done", file=sys.stderr
         )
         run_server(server)
-        if options.save_cache is not None:
-            save_cache(engine, options.save_cache)
+        if directory is not None:
+            save_cache(engine, directory)
     return 0
 
 
@@ -163,16 +166,38 @@ def freeze() -> None:
     gc.freeze()
 
 
-def restore_cache(engine: Any, directory: Path) -> None:
-    """Takes cached prefixes from a directory. If there are none, or they can't be used, the engine starts without them."""
+def restore_cache(engine: Any, directory: Path) -> bool:
+    """Takes cached prefixes from a directory. If there are none, or they can't be used, the engine starts without them.
+
+    A file that can't be used, because it is damaged or another model's, is set aside under another name.
+
+    Returns:
+        Whether the cache may be saved in the directory: no file is there that would be lost.
+    """
+    from mamba_align_jax.engine.transfer import FILE_NAME
+
     try:
         count = engine.load_cache(directory)
     except FileNotFoundError:
-        return
+        return True
     except (ValueError, OSError) as error:
         print(f"mamba-align: the saved cache is skipped: {error}", file=sys.stderr)
-    else:
-        print(f"mamba-align: the prefixes saved in {directory} are cached again: {count} states", file=sys.stderr)
+        return _set_aside(directory / FILE_NAME)
+    print(f"mamba-align: the prefixes saved in {directory} are cached again: {count} states", file=sys.stderr)
+    return True
+
+
+def _set_aside(file: Path) -> bool:
+    """Gives a file another name that no file has. Returns whether it could."""
+    names = (file.with_name(f"{file.name}.unused-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    try:
+        file.rename(aside)
+    except OSError as error:
+        print(f"mamba-align: it stays, and the cache will not be saved: {error}", file=sys.stderr)
+        return False
+    print(f"mamba-align: it is kept as {aside}", file=sys.stderr)
+    return True
 
 
 def save_cache(engine: Any, directory: Path) -> None:

@@ -132,8 +132,8 @@ def test_a_cache_that_is_not_kept_is_not_saved(tmp_path, capsys):
 
 
 def test_a_cache_is_restored_at_the_start_and_saved_at_the_end(tmp_path, capsys, monkeypatch):
-    """The server itself is left out. A file that is damaged, or can't be written, is reported, and nothing else happens."""
-    engines, prompt = [], list(range(1, 20))
+    """The server itself is left out. A file that is damaged is kept under another name, or else nothing is saved."""
+    engines, prompt, at_stop = [], list(range(1, 20)), []
 
     def load(config):
         engines.append(Engine(Speller(), dataclasses.replace(config, num_state_blocks=20, num_kv_pages=20)))
@@ -141,6 +141,8 @@ def test_a_cache_is_restored_at_the_start_and_saved_at_the_end(tmp_path, capsys,
 
     def serve(server):
         engines[-1].generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+        for call in at_stop:
+            call()
 
     monkeypatch.setattr("mamba_align_jax.serve.server.make_server", lambda *_, **__: None)
     monkeypatch.setattr("mamba_align_jax.serve.server.run", serve)
@@ -150,17 +152,31 @@ def test_a_cache_is_restored_at_the_start_and_saved_at_the_end(tmp_path, capsys,
     for _ in range(3):
         assert command.run(given, load) == 0
         said.append(capsys.readouterr().err)
-        (file,) = (tmp_path / "cache").iterdir()
+        file, *aside = sorted((tmp_path / "cache").iterdir())
         if len(said) == 2:
-            file.write_bytes(file.read_bytes()[:-1])
+            assert not aside
+            damaged = file.read_bytes()[:-1]
+            file.write_bytes(damaged)
     assert [engine.stats.cached_tokens for engine in engines] == [0, 16, 0]
     assert "again" not in said[0]
     assert "are cached again: 1 states" in said[1]
     assert re.search("the saved cache is skipped: .* must be a bundle of [0-9]+ bytes, as its header says", said[2])
     assert all("the cached prefixes are saved in" in each for each in said)
-    file.unlink()
-    file.mkdir()
+    assert [one.read_bytes() for one in aside] == [damaged]
+    assert f"it is kept as {aside[0]}" in said[2]
+    file.write_bytes(damaged)
+
+    def refuse(self, target):
+        raise PermissionError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        assert command.run(given, load) == 0
+    assert "the cache will not be saved: no" in capsys.readouterr().err
+    assert file.read_bytes() == damaged
+    at_stop.append(file.mkdir)
     assert command.run(given, load) == 0
+    assert len(list(file.parent.iterdir())) == 3, "the damaged file was set aside once more"
     assert "the cache is not saved: IsADirectoryError" in capsys.readouterr().err
 
 
