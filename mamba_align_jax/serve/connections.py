@@ -13,6 +13,7 @@ from mamba_align_jax.serve.refusals import Refusal, to_json
 from mamba_align_jax.serve.settings import Limits
 
 _LOG = logging.getLogger(__name__)
+_LAST_CALL_S = 0.25  # for calls that are on their way when the server is told to stop
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -61,6 +62,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._limits, self._on_refusal = limits, on_refusal
         self._head_bytes = 0
         self._is_in_body = False
+        self._is_stopping = False
         # It runs while a head is awaited, and while the rest of a body is whose call was refused already.
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -125,6 +127,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._is_in_body = True
         super().on_headers_complete()
+        if self._is_stopping and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of a body. What comes between two parts, or after the last one, counts like a head."""
@@ -142,6 +146,21 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuses what is no HTTP."""
         self._refuse(Refusal(400, msg, code="no_http"))
+
+    def shutdown(self) -> None:
+        """Ends the connection after its call. One without a call is closed soon, and not at once.
+
+        What has arrived and was not read would make the system reset the connection instead of closing it.
+        """
+        self._is_stopping = True
+        if self._is_between_calls():
+            self.loop.call_later(_LAST_CALL_S, self._close_between_calls)
+        else:
+            self.cycle.keep_alive = False
+
+    def _close_between_calls(self) -> None:
+        if self._is_between_calls():
+            self.transport.close()
 
     def pause_writing(self) -> None:
         """Gives a client that reads more slowly than it is answered a while to catch up."""

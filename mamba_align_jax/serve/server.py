@@ -1,7 +1,9 @@
 """Runs the application on a socket until the process is told to stop."""
 
 import asyncio
+import contextlib
 import functools
+import math
 import signal
 import socket
 from typing import Any
@@ -12,7 +14,9 @@ from starlette.applications import Starlette
 from mamba_align_jax.serve.connections import GuardedProtocol
 from mamba_align_jax.serve.settings import Limits
 
-_LAST_WORDS_S = 5  # for the answers to calls that were ended
+_LAST_STEP_S = 2  # for the engine to end the calls that have no more time
+_LAST_WORDS_S = 5  # for that and the answers to them
+_ACCEPTING_TURNS = 8  # of the event loop, of which a new connection needs four
 
 
 class _DrainingServer(uvicorn.Server):
@@ -25,6 +29,9 @@ class _DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`. It is called when the server is told to stop."""
+        # The system resets the connections that no one has accepted when a door is closed.
+        for _ in range(_ACCEPTING_TURNS):
+            await asyncio.sleep(0)
         ending = asyncio.create_task(self._end_late_calls())
         try:
             await super().shutdown(sockets)
@@ -33,7 +40,11 @@ class _DrainingServer(uvicorn.Server):
 
     async def _end_late_calls(self) -> None:
         await asyncio.sleep(self._drain_s)
-        await self._service.serving.shutdown(drain=False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_STEP_S):
+                await self._service.serving.shutdown(drain=False)
+        # A step may take longer than that, as one that is being compiled.
+        self._service.serving.dismiss()
 
 
 def make_server(
@@ -68,7 +79,7 @@ def make_server(
         access_log=access_log,
         log_config=log_config,
         server_header=False,
-        timeout_graceful_shutdown=round(limits.drain_s) + _LAST_WORDS_S,
+        timeout_graceful_shutdown=math.ceil(limits.drain_s) + _LAST_WORDS_S,
     )
     return _DrainingServer(config, app, limits.drain_s)
 

@@ -442,15 +442,59 @@ def test_calls_that_have_no_more_time_are_told_that_the_server_stops(engine):
         threads = [threading.Thread(target=call, args=(stream,)) for stream in (False, True)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: engine.scheduler.running)
+        wait_until(lambda: len(engine._requests) == 16)
         served.server.should_exit = True
         for thread in threads:
             thread.join(60)
         served.thread.join(60)
         assert not served.thread.is_alive()
+    assert len(answers) == 2
     texts = dict(answers)
     assert json.loads(texts[503])["error"]["code"] == "stopping"
     assert "stopping" in texts.get(200, texts[503])
+
+
+def test_a_call_that_has_no_more_time_is_told_so_even_in_the_middle_of_a_long_step(engine, monkeypatch):
+    """A step may be compiled for longer than uvicorn waits for calls."""
+    step, entered, gate = engine.step_outputs, threading.Event(), threading.Event()
+
+    def slow():
+        entered.set()
+        gate.wait(60)
+        return step()
+
+    monkeypatch.setattr(engine, "step_outputs", slow)
+    with Served(engine, Settings(warmup="none", limits=Limits(drain_s=0.1))) as served, connect(served) as connection:
+        connection.sendall(call(LONG))
+        assert entered.wait(60)
+        served.server.should_exit = True
+        assert status_and_code(read_to_end(connection)) == (503, "stopping")
+        gate.set()
+
+
+def test_calls_on_their_way_when_the_server_is_told_to_stop_are_answered(engine):
+    """Of some, not even the connection was accepted. Closing a connection with unread bytes would reset it."""
+    with Served(engine, Settings(warmup="none", limits=LIMITS)) as served:
+        begun = [connect(served) for _ in range(3)]
+        time.sleep(0.2)
+        hold, held = threading.Event(), threading.Event()
+
+        def stop():
+            # The loop does nothing else while the calls arrive.
+            held.set()
+            assert hold.wait(60)
+            served.server.should_exit = True
+
+        served.server.servers[0].get_loop().call_soon_threadsafe(stop)
+        assert held.wait(60)
+        late = [connect(served) for _ in range(3)]
+        for one in (*begun, *late):
+            one.sendall(call({"prompt": "x", "max_tokens": 1}))
+        time.sleep(0.2)  # The server looks every 0.1 s whether it was told to stop.
+        hold.set()
+        for one in (*begun, *late):
+            assert b" 200 " in read_to_end(one).partition(b"\r\n")[0]
+            one.close()
 
 
 def test_a_call_that_is_complete_when_there_is_no_more_time_is_told_that_the_server_stops(engine):
