@@ -4,6 +4,7 @@ The error names the argument, says what was wanted, and shows what came. This mo
 """
 
 import numbers
+import sys
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ INT32_MAX = 2**31 - 1
 # The smallest and the largest number that float32 holds in full precision.
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, float(np.finfo(np.float32).max)
 _LONGEST_S = 86400.0  # a day
+_NUMBERS = "a sequence of whole numbers"
 
 
 def require(condition: bool, name: str, wanted: str, got: object) -> None:
@@ -122,20 +124,16 @@ def integers(
     Returns:
         The numbers, in order.
     """
-    wanted = "a sequence of whole numbers"
-    if hasattr(values, "__array__"):
-        values = np.asarray(values)
-        fits = values.ndim == 1 and (values.dtype.kind in "iu" or values.size == 0)
-        require(fits, name, wanted, values)
-        values = values.tolist()
-    is_collection = isinstance(values, Sequence) or (isinstance(values, Set) and not ordered)
-    is_text = isinstance(values, str | bytes | bytearray | memoryview)
-    require(is_collection and not is_text and not isinstance(values, Mapping), name, wanted, values)
-    found = tuple(values)
+    values = _numbers(name, values, ordered)
+    if isinstance(values, range) and values:
+        # A range may have more members than the memory can hold. Its ends are its smallest and its largest.
+        for end in (values[0], values[-1]):
+            require(minimum <= end <= maximum, name, f"in [{minimum}, {maximum + 1})", end)
+    found = tuple(values.tolist() if isinstance(values, np.ndarray) else values)
     # Long prompts are checked type by type and not token by token.
     if not {*map(type, found)} <= {int}:
         other = [value for value in found if not is_integer(value)]
-        require(not other, name, wanted, other[:1] and other[0])
+        require(not other, name, _NUMBERS, other[:1] and other[0])
         found = tuple(map(int, found))
     if found and not minimum <= min(found) <= max(found) <= maximum:
         outside = next(value for value in found if not minimum <= value <= maximum)
@@ -143,9 +141,31 @@ def integers(
     return found
 
 
+def count(name: str, values: Any) -> int:
+    """Returns how many numbers there are in what `integers` would take, without looking at them or copying them."""
+    found = _numbers(name, values, ordered=True)
+    try:
+        return len(found)
+    except OverflowError:
+        return sys.maxsize  # a range, which may be as long as one likes
+
+
+def _numbers(name: str, values: Any, ordered: bool) -> Any:
+    """Checks that values are an array of numbers or a collection, and returns it."""
+    if hasattr(values, "__array__"):
+        values = np.asarray(values)
+        fits = values.ndim == 1 and (values.dtype.kind in "iu" or values.size == 0)
+        require(fits, name, _NUMBERS, values)
+        return values
+    is_collection = isinstance(values, Sequence) or (isinstance(values, Set) and not ordered)
+    is_text = isinstance(values, str | bytes | bytearray | memoryview)
+    require(is_collection and not is_text and not isinstance(values, Mapping), name, _NUMBERS, values)
+    return values
+
+
 def members(name: str, given: Any, wanted: str = "a sequence") -> tuple[Any, ...]:
-    """Checks a sequence, or an array of one axis or more, and returns its members. Text and bytes are none."""
-    is_text = isinstance(given, str | bytes | bytearray | memoryview)
+    """Checks a sequence, or an array of one axis or more, and returns its members. Text, bytes and ranges are none."""
+    is_text = isinstance(given, str | bytes | bytearray | memoryview | range)
     is_array = hasattr(given, "__array__") and getattr(given, "ndim", 0) > 0
     require((isinstance(given, Sequence) or is_array) and not is_text, name, wanted, given)
     return tuple(given)

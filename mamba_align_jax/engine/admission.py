@@ -42,6 +42,11 @@ def check_request(
     """
     params = SamplingParams() if params is None else params
     values.require(isinstance(params, SamplingParams), "params", "SamplingParams or None", params)
+    # A prompt may be longer than the memory, so its length is looked at first.
+    num_tokens = values.count("prompt_token_ids", prompt)
+    length = num_tokens + params.max_tokens
+    if num_tokens > max_model_len:
+        raise _too_long(max_model_len, num_tokens, params)
     tokens = values.integers("prompt_token_ids", prompt, 0, vocab_size - 1)
     if not tokens:
         raise ValueError("prompt_token_ids must not be empty")
@@ -51,12 +56,8 @@ def check_request(
     max_drafts, wanted = config.num_speculative_tokens, params.num_speculative_tokens
     if (wanted or 0) > max_drafts:
         raise ValueError(f"num_speculative_tokens must be at most the engine's {max_drafts}, got {wanted}")
-    length = len(tokens) + params.max_tokens
     if length > max_model_len:
-        raise ValueError(
-            f"prompt_token_ids and max_tokens must fit in max_model_len = {max_model_len}, "
-            f"got {len(tokens)} + {params.max_tokens}"
-        )
+        raise _too_long(max_model_len, num_tokens, params)
     num_pages = cache.kv.pool.num_blocks - 1
     if cache.kv.pages_for(length) > num_pages:
         raise ValueError(
@@ -64,6 +65,13 @@ def check_request(
             f"got {length} tokens"
         )
     return tokens, params
+
+
+def _too_long(max_model_len: int, num_tokens: int, params: SamplingParams) -> ValueError:
+    return ValueError(
+        f"prompt_token_ids and max_tokens must fit in max_model_len = {max_model_len}, "
+        f"got {num_tokens} + {params.max_tokens}"
+    )
 
 
 def params_for(num_prompts: int, params: Any) -> Sequence[Any]:

@@ -21,7 +21,7 @@ async def view_cache(service: Service, request: Request) -> Response:
         Refusal: The call is malformed, or the model has no tokenizer or no chat template.
     """
     key, fields = await service.read(request)
-    text = fields.take("prompt", _text_or_tokens)
+    text = fields.take("prompt", _text_or_tokens, service)
     param = "messages" if text is None else "prompt"
     salt = cache_salt(key, fields.take("cache_salt", values.text) or "")
     if text is None:
@@ -52,7 +52,10 @@ async def view_cache(service: Service, request: Request) -> Response:
     )
 
 
-def _text_or_tokens(name: str, value: object) -> str | tuple[int, ...]:
+def _text_or_tokens(name: str, value: object, service: Service) -> str | tuple[int, ...]:
+    if isinstance(value, list):
+        # Before a long one is looked at.
+        service.check_length(len(value), 0, name)
     return values.text(name, value) if isinstance(value, str) else values.integers(name, value)
 
 

@@ -19,7 +19,6 @@ from mamba_align_jax.serve.offsets import TextOffsets
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.sampling import make_params, take_sampling
 from mamba_align_jax.serve.service import Service, take_seed
-from mamba_align_jax.serve.settings import Limits
 
 Prompt = str | tuple[int, ...]
 
@@ -32,7 +31,7 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     """
     limits = service.settings.limits
     key, fields = await service.read(request)
-    prompts = fields.need("prompt", _prompts, limits)
+    prompts = fields.need("prompt", _prompts, service)
     n = fields.take("n", values.integer, 1, limits.choices) or 1
     service.check_count(n * len(prompts))
     stream, include_usage = take_stream(fields)
@@ -84,13 +83,17 @@ def take_stream(fields: Fields) -> tuple[bool, bool]:
     return stream, include_usage
 
 
-def _prompts(name: str, value: Any, limits: Limits) -> list[Prompt]:
+def _prompts(name: str, value: Any, service: Service) -> list[Prompt]:
+    limits = service.settings.limits
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts = value if several else [value]
     values.require(len(prompts) <= limits.prompts, name, f"at most {limits.prompts} prompts", len(prompts))
     wanted = "a string, a list of token ids, or a list of strings or of lists of token ids; none of them empty"
     for one in prompts:
         values.require(isinstance(one, str | list) and len(one) > 0, name, wanted, one)
+        if isinstance(one, list):
+            # Before a long one is looked at.
+            service.check_length(len(one), 0, name)
     return [values.text(name, one) if isinstance(one, str) else values.integers(name, one) for one in prompts]
 
 

@@ -1,6 +1,7 @@
 """What a caller passes for a request is checked before anything changes: every field by type, range and finiteness."""
 
 import collections
+import collections.abc
 import functools
 import math
 
@@ -156,6 +157,43 @@ def test_bad_prompt_is_refused_and_changes_nothing(engine, prompt):
 def test_params_of_another_type_are_refused(engine, params):
     with pytest.raises(ValueError, match="params must be SamplingParams or None"):
         engine.add_request([1], params)
+
+
+class Endless(collections.abc.Sequence):
+    """A sequence that would need all memory if it were copied."""
+
+    def __len__(self):
+        return 2**40
+
+    def __getitem__(self, index):
+        return 1
+
+
+@pytest.mark.parametrize(
+    "prompt", [range(10**12), range(10**30), Endless(), np.broadcast_to(np.int32(1), 2**40)], ids=type
+)
+def test_a_prompt_is_measured_before_it_is_copied(engine, prompt):
+    with pytest.raises(ValueError, match=r"must fit in max_model_len = 32, got \d+ \+ 64"):
+        engine.add_request(prompt)
+    with pytest.raises(ValueError, match=r"must fit in max_model_len = 32, got \d+ \+ 3"):
+        engine.generate([[1], prompt], SamplingParams(max_tokens=3))
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("numbers", [range(10**12), range(-1, 10**30), range(10**12, 0, -1)], ids=str)
+def test_a_range_is_looked_at_before_it_is_copied(engine, numbers):
+    calls = (
+        engine.cached_prefix,
+        engine.export_prefix,
+        lambda tokens: engine.import_prefix(b"", tokens),
+        engine.generate,
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="must"):
+            call(numbers)
+    for field in ("stop_token_ids", "checkpoint_at", "stop", "logit_bias"):
+        with pytest.raises(ValueError, match=f"{field} must"):
+            SamplingParams(**{field: numbers})
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, collections.deque, lambda tokens: np.array(tokens, np.uint8)])

@@ -50,6 +50,8 @@ WRONG = [
     (COMPLETE, OK | {"prompt": "\ud800"}, "prompt", None),
     (COMPLETE, OK | {"prompt": ["x"] * 129}, "prompt", None),
     (COMPLETE, OK | {"prompt": "x" * 512}, "prompt", "context_length_exceeded"),
+    # A prompt is measured before its members are looked at.
+    (COMPLETE, OK | {"prompt": [[1], [1] * 600 + ["x"]]}, "prompt", "context_length_exceeded"),
     (COMPLETE, OK | {"max_tokens": 512}, "prompt", "context_length_exceeded"),
     (COMPLETE, OK | {"max_tokens": -1}, "max_tokens", None),
     (COMPLETE, OK | {"max_tokens": 1.5}, "max_tokens", None),
@@ -149,6 +151,7 @@ WRONG = [
     ("/cache", {"prompt": []}, "prompt", None),
     ("/cache", {"prompt": [256]}, "prompt", None),
     ("/cache", {"prompt": "x" * 513}, "prompt", "context_length_exceeded"),
+    ("/cache", {"prompt": [1] * 513 + ["x"]}, "prompt", "context_length_exceeded"),
     ("/cache", {"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "context_length_exceeded"),
     ("/detokenize", {}, "tokens", None),
     ("/detokenize", {"tokens": [256]}, "tokens", None),
