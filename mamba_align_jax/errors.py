@@ -17,3 +17,11 @@ class EngineDeadError(RuntimeError):
 
 class ProcessLostError(RuntimeError):
     """The process that leads an engine over several processes has failed, so this process, which follows it, can't go on."""
+
+
+class GrammarError(RuntimeError):
+    """A request's grammar has grown beyond llguidance's limits, or no token may follow. Only that request ends."""
+
+
+class PanicError(RuntimeError):
+    """Other code, such as a tokenizer in Rust, has raised what is no Exception. That is the cause of this error."""

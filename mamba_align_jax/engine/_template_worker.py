@@ -89,7 +89,9 @@ def _answer(make: Callable[[], str], time_limit: float) -> None:
     try:
         text = make()
         answer = {"text": text} if len(text) <= _MAX_CHARACTERS else {"error": f"a prompt of {len(text)} characters"}
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
     signal.setitimer(signal.ITIMER_REAL, 0)
     print(json.dumps(answer), flush=True)

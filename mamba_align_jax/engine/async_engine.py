@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.engine.interrupts import ServiceThread, contained, failure
 from mamba_align_jax.engine.request import RequestUpdate
 from mamba_align_jax.engine.text import token_ids
 from mamba_align_jax.errors import EngineDeadError
@@ -80,7 +81,7 @@ class AsyncEngine:
         self._coming: set[_Stream] = set()
         self._streams: dict[int, _Stream] = {}
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="mamba-align engine", daemon=True)
+        self._thread = ServiceThread(target=self._run, name="mamba-align engine", daemon=True)
         # Taken to add a request and to end the thread, so that no request comes after its end.
         self._door = threading.Lock()
 
@@ -124,7 +125,11 @@ class AsyncEngine:
         """
         # Long texts and grammars take a while, in which other tasks run.
         is_slow = isinstance(prompt, str) or (isinstance(params, SamplingParams) and params.grammar is not None)
-        request = await asyncio.to_thread(self._checked, prompt, params) if is_slow else self._checked(prompt, params)
+        request = (
+            await asyncio.to_thread(contained(self._checked), prompt, params)
+            if is_slow
+            else self._checked(prompt, params)
+        )
         stream = _Stream()
         self._submit(stream, *request)
         try:
@@ -148,6 +153,13 @@ class AsyncEngine:
         self._commands.put(self._nothing if drain else self._abort_all)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
+
+    def dismiss(self) -> None:
+        """Makes all readers raise EngineDeadError at once. It may be called while `shutdown` waits for a long step."""
+        error = EngineDeadError("the thread that steps the engine was told to stop")
+        for stream in [*self._coming, *self._streams.values()]:
+            with contextlib.suppress(RuntimeError):  # an event loop that is closed
+                stream.loop.call_soon_threadsafe(stream.fail, error)
 
     def _checked(self, prompt: Any, params: Any) -> tuple[tuple[int, ...], SamplingParams]:
         if isinstance(prompt, str):
@@ -199,8 +211,8 @@ class AsyncEngine:
         self._coming.discard(stream)
         try:
             stream.request_id = self.engine.add_request(prompt, params)
-        except Exception as error:
-            self._post(stream.loop, partial(stream.fail, error))
+        except BaseException as raised:
+            self._post(stream.loop, partial(stream.fail, failure(raised)))
         else:
             self._streams[stream.request_id] = stream
 

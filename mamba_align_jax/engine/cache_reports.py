@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from mamba_align_jax.cache.events import CacheEvent, CacheLog
 from mamba_align_jax.cache.hybrid import HybridCache
+from mamba_align_jax.engine.interrupts import failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class CacheReports:
         try:
             if self._listener is not None:
                 self._listener(tuple(log.pending))
-        except Exception:
+        except BaseException as raised:
+            failure(raised)
             _LOG.exception("the listener to the cache's events raised: it hears nothing more")
             self._listener = None
         log.pending.clear()

@@ -7,13 +7,13 @@ time and of memory, so a bad template can neither read files nor stop its caller
 import contextlib
 import importlib.util
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.engine.turns import Turns
 from mamba_align_jax.engine.worker import Worker
 
 _SCRIPT = Path(__file__).with_name("_template_worker.py")
@@ -41,7 +41,7 @@ class ChatTemplate:
         values.instance("variables", variables, Mapping, optional=True)
         self.time_limit = values.time_limit("time_limit", time_limit)
         self.source, self.variables = source, dict(variables or {})
-        self._lock = threading.Lock()
+        self._turns = Turns("the chat template")
         self._worker = self._start()
 
     def render(
@@ -58,6 +58,7 @@ class ChatTemplate:
         Raises:
             ValueError: An argument is of another type, or the template refuses the messages, fails, or takes too long or too
                 much memory.
+            RuntimeError: This process was forked from the one that made the template.
         """
         chat, wanted = values.members("messages", messages, "a sequence of messages"), "a mapping with role and content"
         for number, message in enumerate(chat):
@@ -68,10 +69,12 @@ class ChatTemplate:
             task = json.dumps(_UNUSED | self.variables | variables | given)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"messages must be what JSON can hold, got {error}") from error
-        with self._lock:
-            if not self._worker.is_alive:
-                self._worker = self._start()
-            return values.text("the chat template's prompt", _text_of(self._worker.ask(task)))
+        return values.text("the chat template's prompt", _text_of(self._turns.take(self._ask, task)))
+
+    def _ask(self, task: str) -> Any:
+        if not self._worker.is_alive:
+            self._worker = self._start()
+        return self._worker.ask(task)
 
     def _start(self) -> Worker:
         worker = Worker(_SCRIPT, str(self.time_limit))
@@ -97,6 +100,7 @@ def load_chat_template(path: str | Path) -> ChatTemplate | None:
     Raises:
         ValueError: The template or tokenizer_config.json is wrong.
     """
+    values.instance("path", path, str, Path)
     directory, config = Path(path), {}
     if importlib.util.find_spec("jinja2") is None:
         return None

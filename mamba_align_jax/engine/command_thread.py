@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from jax.sharding import Mesh
+
+from mamba_align_jax.engine.interrupts import as_exception
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,7 +46,8 @@ class Answer(Generic[R]):
         try:
             outcome: tuple[Any, BaseException | None] = call(), None
         except BaseException as error:
-            outcome = None, error
+            # It was not the caller's thread that was interrupted.
+            outcome = None, as_exception(error)
         self._arrives.put(outcome)
 
     def result(self) -> R:
@@ -73,7 +77,7 @@ class CommandThread:
         self._thread.start()
         finish = weakref.finalize(self, self._calls.put, None)
         # A thread that came back from a program to an interpreter that is gone would end the process by a signal.
-        atexit.register(_end, finish, weakref.ref(self._thread), at_exit)
+        atexit.register(_end, os.getpid(), finish, weakref.ref(self._thread), at_exit)
 
     def is_current(self) -> bool:
         """Whether the caller is the thread."""
@@ -92,8 +96,12 @@ class CommandThread:
         return self.start(call, *args, **kwargs).result()
 
 
-def _end(finish: Callable[[], Any], thread: Callable[[], threading.Thread | None], at_exit: Callable[[], Any]) -> None:
+def _end(
+    process: int, finish: Callable[[], Any], thread: Callable[[], threading.Thread | None], at_exit: Callable[[], Any]
+) -> None:
     """Lets a thread finish, waits for it, and calls what is to be called then, if these still exist."""
+    if os.getpid() != process:
+        return  # A process that was forked has no such thread.
     finish()
     running, function = thread(), at_exit()
     if running is not None:

@@ -25,6 +25,7 @@ from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
 from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.grammar import GrammarCompiler
+from mamba_align_jax.engine.interrupts import as_exception, failure
 from mamba_align_jax.engine.levels import Level, level_of
 from mamba_align_jax.engine.model import end_tokens
 from mamba_align_jax.engine.read_step import RowResult
@@ -39,7 +40,7 @@ from mamba_align_jax.engine.trace import TracedStep, trace_step
 from mamba_align_jax.engine.turns import Turns
 from mamba_align_jax.engine.updates import Updates
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
-from mamba_align_jax.errors import OutOfBlocksError
+from mamba_align_jax.errors import GrammarError, OutOfBlocksError
 from mamba_align_jax.layers.layouts import with_pool_layouts
 from mamba_align_jax.models.tensor_parallel import shard_model, share
 
@@ -125,7 +126,7 @@ class EngineCore:
         self._outputs: dict[int, RequestOutput] = {}
         self._updates = Updates()
         self._trace: Callable[[TracedStep], None] | None = None
-        self._turns = Turns(lambda: self.runner.is_current_thread())
+        self._turns = Turns("the engine", lambda: self.runner.is_current_thread())
         # True while the bookkeeping is being changed. If a call finds it so, an earlier one was cut off.
         self._is_torn = False
 
@@ -220,8 +221,8 @@ class EngineCore:
         try:
             self._step()
             self._reports.flush()
-        except Exception as error:
-            self._fail(error, self._failed_requests())
+        except BaseException as raised:
+            self._fail(failure(raised), self._failed_requests())
         self._is_torn = False
 
     def _check_launches(self) -> None:
@@ -229,7 +230,7 @@ class EngineCore:
         error = self.runner.failure
         if error is not None:
             self._is_torn = True
-            self._fail(error, {})
+            self._fail(as_exception(error), {})
 
     def _advance_and_update(self) -> dict[int, RequestUpdate]:
         """Makes a step, and an update of each request with new tokens. Returns the updates of those that have ended."""
@@ -239,10 +240,11 @@ class EngineCore:
                 continue
             try:
                 request.read_text()
-            except Exception as error:
+            except BaseException as raised:
+                error = failure(raised)
                 self._is_torn = True
                 self.scheduler.remove(request)
-                self._end(request, "error", error)
+                self._end_alone(request, error)
                 self._is_torn = False
             else:
                 self._updates.add(request)
@@ -255,7 +257,7 @@ class EngineCore:
         for request, error in plan.failed:
             scheduler.current = request
             scheduler.remove(request)
-            self._end(request, "error", error)
+            self._end_alone(request, error)
         scheduler.current = None
         if plan.rows:
             self._rows_at_work = plan.rows
@@ -310,7 +312,7 @@ class EngineCore:
         self,
         request: Request,
         reason: str,
-        error: BaseException | None = None,
+        error: Exception | None = None,
         outbox: dict[int, RequestOutput] | None = None,
     ) -> RequestOutput:
         """Gives a request's output to the request's outbox, or to another one, and returns it."""
@@ -322,7 +324,13 @@ class EngineCore:
         self._counters.end(reason)
         return output
 
-    def _fail(self, error: BaseException, failed: dict[int, Request]) -> None:
+    def _end_alone(self, request: Request, error: Exception) -> None:
+        """Ends a request that has failed by itself. What its grammar says is told to its caller, and not logged."""
+        if not isinstance(error, GrammarError):
+            _LOG.error("request %d has failed", request.id, exc_info=error)
+        self._end(request, "error", error)
+
+    def _fail(self, error: Exception, failed: dict[int, Request]) -> None:
         """Ends the requests on whose account a step raised, and goes on with the others."""
         if not self.runner.is_intact():
             # Whatever ran would need the pools that are lost.
@@ -381,17 +389,19 @@ class EngineCore:
             if reason is not None:
                 self._forget_drafts(request)
                 self._end(request, reason)
-        except Exception as error:
+        except BaseException as raised:
+            error = failure(raised)
             self._forget_drafts(request)
-            self._end(request, reason := "error", error)
+            self._end_alone(request, error)
+            return True
         return reason is not None
 
     def _vacate_cache(self) -> bool:
         """Takes all blocks from the requests. Returns False if the cache has lost count of them."""
         try:
             self.cache.vacate(self._requests)
-        except Exception as error:
-            _LOG.error("the cache is emptied, because a change of it was cut off", exc_info=error)
+        except BaseException as raised:
+            _LOG.error("the cache is emptied, because a change of it was cut off", exc_info=failure(raised))
             return False
         return True
 

@@ -1,10 +1,11 @@
 """The text of generated tokens as they come, and where a stop string ends it."""
 
-import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from mamba_align_jax.engine.interrupts import failure
 from mamba_align_jax.engine.text import Tokenizer
+from mamba_align_jax.errors import PanicError
 
 # What a tokenizer writes for bytes that are not, or not yet, a character.
 _BROKEN = "\ufffd"
@@ -136,11 +137,15 @@ class GeneratedText(NamedTuple):
 
 def _end_of(prompt: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the last few tokens of a prompt if their text has whole characters only, or else none."""
-    # A tokenizer that can't decode the prompt may still decode what follows it.
-    with contextlib.suppress(Exception):
+    try:
         for count in range(min(len(prompt), _SHORTEST_END), min(len(prompt), _LONGEST_END) + 1):
             end = prompt[len(prompt) - count :]
             text = tokenizer.decode(end)
             if text and _BROKEN not in text:
                 return end
+    except BaseException as raised:
+        # A tokenizer that can't decode the prompt may still decode what follows it, but one that has panicked may not.
+        error = failure(raised)
+        if isinstance(error, PanicError):
+            raise error  # noqa: B904
     return ()

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.engine.interrupts import failure
+from mamba_align_jax.errors import GrammarError
 
 # What may stand between the parts of a JSON text. Any amount would let a model write spaces for ever.
 _WHITESPACE = " ?"
@@ -51,6 +53,7 @@ class GrammarState:
         self._matcher, self._vocab_size, self._end_tokens = matcher, vocab_size, end_tokens
         # The number of tokens that the matcher has read; None if a call was cut off, so that it is unknown.
         self._num_read: int | None = 0
+        self._error: Exception | None = None
 
     def allow(self, tokens: Sequence[int], start: int, drafts: Sequence[int] = ()) -> tuple[list[int], np.ndarray]:
         """Says which tokens may follow.
@@ -66,8 +69,18 @@ class GrammarState:
             whether token t may. int32 [1 + drafts, words]
 
         Raises:
-            RuntimeError: The tokens don't match the grammar, no token may follow, or the grammar is too complex.
+            GrammarError: No token may follow, or the grammar is too complex.
+            Exception: llguidance's. A state that has raised is not used again, and raises the same.
         """
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._allow(tokens, start, drafts)
+        except BaseException as raised:
+            self._error = failure(raised)
+            raise self._error  # noqa: B904
+
+    def _allow(self, tokens: Sequence[int], start: int, drafts: Sequence[int]) -> tuple[list[int], np.ndarray]:
         self._read(tokens, start)
         num_read, self._num_read = self._num_read, None
         masks = np.zeros((1 + len(drafts), mask_words(self._vocab_size)), np.int32)
@@ -102,7 +115,7 @@ class GrammarState:
     def _check(self, success: bool) -> None:
         if not success or self._matcher.is_error():
             error = self._matcher.get_error() or "no token may follow"
-            raise RuntimeError(f"grammar: {error.splitlines()[0]}")
+            raise GrammarError(f"grammar: {error.splitlines()[0]}")
 
 
 class GrammarCompiler:
@@ -131,7 +144,10 @@ class GrammarCompiler:
 
     def start(self, grammar: Grammar) -> GrammarState:
         """Returns the state of a grammar before the first token. Raises what `check` raises."""
-        return GrammarState(self._compiled(grammar).deep_copy(), self._vocab_size, self._end_tokens)
+        try:
+            return GrammarState(self._compiled(grammar).deep_copy(), self._vocab_size, self._end_tokens)
+        except BaseException as raised:
+            raise failure(raised)  # noqa: B904
 
     def _load_vocabulary(self) -> Any:
         try:
@@ -145,7 +161,8 @@ class GrammarCompiler:
             raise ValueError("grammar must be None for a model without an end token")
         try:
             return llguidance.LLTokenizer(to_json(), n_vocab=self._vocab_size, eos_token=self._end_tokens)
-        except Exception as error:  # llguidance documents no exceptions here
+        except BaseException as raised:  # llguidance documents no exceptions here
+            error = failure(raised)
             raise ValueError(f"grammar must be None, because llguidance can't use the tokenizer: {error}") from error
 
     def _compile(self, grammar: Grammar) -> Any:
@@ -162,8 +179,9 @@ class GrammarCompiler:
                 text = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
             matcher = LLMatcher(vocabulary, text, log_level=0)
             error = matcher.get_error()
-        except Exception as raised:
-            raise ValueError(f"grammar must be a {grammar.kind} that llguidance takes: {raised}") from raised
+        except BaseException as raised:
+            error = failure(raised)
+            raise ValueError(f"grammar must be a {grammar.kind} that llguidance takes: {error}") from error
         values.require(not error, "grammar", f"a {grammar.kind} that llguidance takes ({error})", grammar.text)
         return matcher
 

@@ -1,7 +1,7 @@
 """A request on its way through the engine, and the output that its caller gets."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.grammar import GrammarState
+from mamba_align_jax.engine.interrupts import failure
 from mamba_align_jax.engine.levels import Level, level_of
 
 # A model's end token or end tokens; None if it has none.
@@ -73,7 +74,7 @@ class RequestOutput:
     ttft_s: float | None
     tpot_s: float | None
     e2e_s: float
-    error: BaseException | None = None
+    error: Exception | None = None
     text: str | None = None
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -185,6 +186,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     grammar: GrammarState | None = None
+    _text_error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -259,8 +261,23 @@ class Request:
                 # Tokens were read, and then the step was cut off before the request had them.
                 text = text.fresh()
             new = self.tokens[len(self.prompt) + text.num_tokens :]
-            text = self.text = text.read(new[:-1]).read_stop_token() if has_stop_token else text.read(new)
+            old, stop = text, has_stop_token
+            text = self.text = self.read(lambda: old.read(new[:-1]).read_stop_token() if stop else old.read(new))
         return text
+
+    def read(self, read: Callable[[], GeneratedText]) -> GeneratedText:
+        """Returns a text that is read with the tokenizer. Once that has raised, it is not used again for this request.
+
+        Raises:
+            Exception: The tokenizer's, now or earlier.
+        """
+        if self._text_error is not None:
+            raise self._text_error
+        try:
+            return read()
+        except BaseException as raised:
+            self._text_error = failure(raised)
+            raise self._text_error  # noqa: B904
 
     def _last_text(self, reason: str) -> str | None:
         if self.text is None:
@@ -268,10 +285,12 @@ class Request:
         has_stop_token = reason == "stop" and self.text.found is None
         try:
             if self.text.num_tokens or self.text.stop:
-                self.text = (self.read_text(has_stop_token=has_stop_token) or self.text).ended()
+                text = self.read_text(has_stop_token=has_stop_token) or self.text
+                self.text = self.read(text.ended)
             else:
                 # Nothing was shown, so nothing has to follow from it, and one call is quicker than one for each token.
-                self.text = self.text.of_all(self.generated[:-1] if has_stop_token else self.generated)
+                text, tokens = self.text, self.generated[:-1] if has_stop_token else self.generated
+                self.text = self.read(lambda: text.of_all(tokens))
         except Exception:
             # A request that ends otherwise has the text that could be decoded.
             if reason in ("stop", "length"):
@@ -292,7 +311,7 @@ class Request:
         for told in (self.token_times, self.logprobs):
             del told[self.prefill_end - len(self.prompt) :]
 
-    def output(self, reason: str, error: BaseException | None = None, eos_token_id: EndTokens = None) -> RequestOutput:
+    def output(self, reason: str, error: Exception | None = None, eos_token_id: EndTokens = None) -> RequestOutput:
         """Returns the output for the caller, with `reason` as its `finish_reason`.
 
         Raises:

@@ -1,6 +1,7 @@
 """What a row's sampled tokens mean for its request: which of them count, whether it ends, and what is counted."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.read_step import RowResult
@@ -27,8 +28,9 @@ def tokens_up_to_end(
     for number, token in enumerate(sampled, 1):
         reason = _end_reason(request, token, num_left - number, eos_token_id)
         if text:
-            text = request.text = text.read_stop_token() if reason == "stop" else text.read((token,))
-            reason = _reason_in_text(text, reason)
+            read = text.read_stop_token if reason == "stop" else partial(text.read, (token,))
+            text = request.text = request.read(read)
+            reason = _reason_in_text(request, text, reason)
         if reason:
             return sampled[:number], reason
     return sampled, None
@@ -40,12 +42,12 @@ def end_reason(request: Request, eos_token_id: EndTokens) -> str | None:
         return None
     reason = _end_reason(request, request.tokens[-1], request.num_left, eos_token_id)
     text = request.read_text(has_stop_token=reason == "stop") if request.params.stop else None
-    return _reason_in_text(text, reason) if text else reason
+    return _reason_in_text(request, text, reason) if text else reason
 
 
-def _reason_in_text(text: GeneratedText, reason: str | None) -> str | None:
+def _reason_in_text(request: Request, text: GeneratedText, reason: str | None) -> str | None:
     # With the last token, the text ends in a character that may be part of a stop string.
-    return "stop" if (text.ended() if reason else text).found is not None else reason
+    return "stop" if (request.read(text.ended) if reason else text).found is not None else reason
 
 
 def _end_reason(request: Request, token: int, num_left: int, eos_token_id: EndTokens) -> str | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN, Drafter
+from mamba_align_jax.engine.interrupts import failure
 from mamba_align_jax.engine.request import Request, TokenLogprobs
 from mamba_align_jax.engine.stats import Counters
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
@@ -260,8 +261,8 @@ class Scheduler:
             try:
                 drafts = self._drafts(request, room - 1)
                 drafts, masks = _allowed(request, drafts)
-            except Exception as error:
-                plan.failed.append((request, error))
+            except BaseException as raised:
+                plan.failed.append((request, failure(raised)))
                 continue
             while (row := self._verify_row(request, drafts)) is None:
                 # Drafts are given up before any request is preempted for them.
@@ -362,8 +363,8 @@ class Scheduler:
             try:
                 # Before anything is allocated, so that a request whose grammar fails ends without a trace.
                 _, masks = _allowed(request, [])
-            except Exception as error:
-                plan.failed.append((request, error))
+            except BaseException as raised:
+                plan.failed.append((request, failure(raised)))
                 return 0, False
         allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit, keep=request.keep)
         lacks_blocks = allocation is None

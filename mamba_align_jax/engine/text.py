@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.engine.interrupts import failure
 
 
 class Tokenizer(Protocol):
@@ -26,19 +27,27 @@ class Tokenizer(Protocol):
 
 
 class _FileTokenizer:
+    # A panic of the library is a PanicError here, for all who have no request that it would end.
+
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         # `encode` would keep all other threads waiting, for seconds if the text is long.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as raised:
+            raise failure(raised)  # noqa: B904
 
     def to_json(self) -> str:
         """Returns the tokenizer.json, for grammars."""
         return self._tokenizer.to_str()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as raised:
+            raise failure(raised)  # noqa: B904
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:
@@ -50,6 +59,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
     Raises:
         ValueError: tokenizer.json is not a file of Hugging Face tokenizers.
     """
+    values.instance("path", path, str, Path)
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
         return None
@@ -59,7 +69,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
         return None
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises no narrower exception
+    except BaseException as raised:  # tokenizers raises no narrower exception
+        error = failure(raised)
         raise ValueError(f"tokenizer.json must be a file of Hugging Face tokenizers, got {file}: {error}") from error
     # Files often hold how batches of training were cut and filled up. transformers does neither unless it is asked to.
     tokenizer.no_truncation()
@@ -80,8 +91,11 @@ def token_ids(tokenizer: Tokenizer | None, prompts: Any) -> list[Any]:
     is_sequence = isinstance(prompts, Sequence) or getattr(prompts, "ndim", 0) > 0
     wanted = "one prompt or several, each text or token ids"
     values.require(is_sequence and not isinstance(prompts, bytes | bytearray | memoryview), "prompts", wanted, prompts)
-    values.require(len(prompts) > 0, "prompts", f"{wanted}, at least one", prompts)
-    several = not isinstance(prompts, str) and any(map(_is_prompt, prompts))
+    values.require(
+        bool(prompts) if isinstance(prompts, range) else len(prompts) > 0, "prompts", f"{wanted}, at least one", prompts
+    )
+    # A range has numbers only, and may have more than anyone can look at.
+    several = not isinstance(prompts, str | range) and any(map(_is_prompt, prompts))
     return [_encode(tokenizer, prompt) for prompt in (prompts if several else [prompts])]
 
 
@@ -97,4 +111,8 @@ def _encode(tokenizer: Tokenizer | None, prompt: Any) -> Any:
             "prompts must be token ids without a tokenizer (tokenizer.json in the model's directory, and the extra "
             f"'text'): got {prompt[:40]!r}"
         )
-    return tokenizer.encode(values.text("prompts", prompt))
+    text = values.text("prompts", prompt)
+    try:
+        return tokenizer.encode(text)
+    except BaseException as raised:
+        raise failure(raised)  # noqa: B904

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.columns import boundary_save, certain_tokens, tokens_after
+from mamba_align_jax.engine.interrupts import failure
 from mamba_align_jax.engine.read_step import ReadStep
 from mamba_align_jax.engine.scheduler import Row
 
@@ -124,7 +125,8 @@ def trace_step(
     """
     try:
         write(TracedStep.of(read, number, late, block_size))
-    except Exception:
+    except BaseException as raised:
+        failure(raised)
         _LOG.exception("the trace ends here: a step could not be written")
         return None
     return write

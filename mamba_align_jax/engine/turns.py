@@ -1,6 +1,6 @@
-"""Lets several threads call one engine: one of them is inside at a time, and those that wait get their turns."""
+"""Lets several threads call one object: one of them is inside at a time, and those that wait get their turns."""
 
-import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -10,37 +10,54 @@ R = TypeVar("R")
 
 
 class Turns:
-    """A lock that no thread can keep to itself by taking it again and again.
+    """A lock that no thread can keep to itself by taking it again and again, and that no interrupt leaves held.
 
     A thread that waits for the lock holds the gate, so the thread that has the lock can't come back before it.
-
-    Each `with` below is on one line. An exception that arrives while a `with` of several lines is being left, as a
-    KeyboardInterrupt may, would leave its lock held for ever.
     """
 
-    def __init__(self, is_helper: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, owner: str, is_helper: Callable[[], bool] = lambda: False) -> None:
         """Makes a lock that is free.
 
         Args:
+            owner: What the lock guards, for errors.
             is_helper: Tells whether the caller is a thread that works for whoever has the lock.
         """
-        self._gate, self._lock, self._is_helper = threading.Lock(), threading.RLock(), is_helper
+        self._owner, self._is_helper, self._process = owner, is_helper, os.getpid()
+        # They know which thread holds them.
+        self._gate, self._lock = threading.RLock(), threading.RLock()
 
-    # fmt: off
     def take(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Waits for the thread's turn, and calls a function. No other thread is in `take` meanwhile.
 
         Raises:
-            RuntimeError: The thread is in `take` already, or helps the one that is: a function that the engine called, as
-                a drafter, called the engine.
+            RuntimeError: The thread is in `take` already, or helps the one that is: a function that the owner called, as
+                an engine's drafter, called the owner. Or this process was forked from the one that made the lock: it
+                has none of that process's threads, and one of these may have held the lock.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{self._owner} works in the process that made it, {self._process}, and not in one that was forked from it, "
+                f"{os.getpid()}: start processes by 'spawn', or make {self._owner} after the fork"
+            )
         if self._lock._is_owned() or self._is_helper():  # type: ignore[attr-defined]
-            raise RuntimeError("the engine was called by a function that it is calling itself")
-        with contextlib.ExitStack() as stack: return self._enter(stack, function, *args, **kwargs)  # noqa: E701
+            raise RuntimeError(f"{self._owner} was called by a function that it is calling itself")
+        try:
+            return self._take(function, *args, **kwargs)
+        finally:
+            # Under a tracer, as that of a debugger, an interrupt may come at any instruction, also while `_take` ends.
+            for lock in (self._gate, self._lock):
+                if lock._is_owned():  # type: ignore[attr-defined]
+                    lock.release()
 
-    def _enter(
-        self, stack: contextlib.ExitStack, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        with self._gate: stack.enter_context(self._lock)  # noqa: E701
-        return function(*args, **kwargs)
-    # fmt: on
+    def _take(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        # Python looks for signals after a call and at the beginning of a function. So none comes between the end of the
+        # function and `release`. The lock is taken within the `try`, so that none comes between the two.
+        try:
+            with self._gate:
+                self._lock.acquire()
+            return function(*args, **kwargs)
+        finally:
+            try:  # noqa: SIM105
+                self._lock.release()
+            except RuntimeError:
+                pass  # An interrupt came before the lock was taken.

@@ -21,7 +21,10 @@ def _error(schema: str, bytes_: LLTokenizer) -> str | None:
         # What the first step does is to look at every rule.
         matcher.compute_bitmask()
         return matcher.get_error() or None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # A library in Rust may panic, which is no Exception.
         return str(error)
 
 

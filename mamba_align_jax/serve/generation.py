@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mamba_align_jax.engine.async_engine import AsyncEngine
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.request import RequestOutput, RequestUpdate, TokenLogprobs
-from mamba_align_jax.errors import EngineDeadError, QueueFullError
+from mamba_align_jax.errors import EngineDeadError, GrammarError, QueueFullError
 from mamba_align_jax.serve.metrics import Metrics
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.sampling import wrong_value
@@ -59,6 +59,8 @@ def stopped(serving: AsyncEngine) -> Refusal:
 
 
 def _check_end(output: RequestOutput) -> None:
+    if isinstance(output.error, GrammarError):
+        raise Refusal(400, str(output.error), param="response_format", code="grammar")
     if output.finish_reason == "error":
         # The text of an exception may tell of other requests, so it stays in the log.
         raise Refusal(500, "the engine failed while it ran this request", code="engine_error")

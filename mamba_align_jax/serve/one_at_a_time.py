@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from mamba_align_jax.engine.interrupts import contained
 from mamba_align_jax.serve.refusals import overloaded
 
 P = ParamSpec("P")
@@ -31,6 +32,8 @@ class OneAtATime:
             raise overloaded("too many chats, long texts and grammars wait to be read")
         self._count += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **kwargs))
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, partial(contained(function), *args, **kwargs)
+            )
         finally:
             self._count -= 1

@@ -16,6 +16,7 @@ from mamba_align_jax.engine.async_engine import AsyncEngine
 from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.grammar import Grammar
+from mamba_align_jax.engine.interrupts import contained
 from mamba_align_jax.engine.request import RequestUpdate
 from mamba_align_jax.engine.text import Tokenizer
 from mamba_align_jax.serve.clients import EventStream, too_long, while_connected
@@ -151,7 +152,7 @@ class Service:
         if len(text) > _LONG_TEXT:
             # A few long texts would otherwise take all threads for seconds, and short ones would wait for them.
             return await self._reading.run(encode)
-        return await asyncio.to_thread(encode)
+        return await asyncio.to_thread(contained(encode))
 
     async def decode(self, tokens: Sequence[int], param: str) -> str:
         """Returns the text of tokens, special ones too. Other calls go on meanwhile.
@@ -159,7 +160,8 @@ class Service:
         Raises:
             Refusal: The model has no tokenizer.
         """
-        return await asyncio.to_thread(self.tokenizer(param).decode, tokens, skip_special_tokens=False)
+        decode = contained(self.tokenizer(param).decode)
+        return await asyncio.to_thread(decode, tokens, skip_special_tokens=False)
 
     async def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]

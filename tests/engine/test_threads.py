@@ -140,7 +140,7 @@ def test_a_trace_that_ends_waits_for_the_step_that_is_written(engine, monkeypatc
 
 
 def test_a_thread_that_helps_must_not_take_a_turn():
-    turns = Turns(lambda: threading.current_thread() is helper)
+    turns = Turns("the engine", lambda: threading.current_thread() is helper)
     refused = []
 
     def help_out():
@@ -155,7 +155,7 @@ def test_a_thread_that_helps_must_not_take_a_turn():
 
 def test_waiting_thread_gets_its_turn():
     """A thread that takes the lock again and again lets another one in after each call."""
-    turns, calls, got_in = Turns(), [], threading.Event()
+    turns, calls, got_in = Turns("the engine"), [], threading.Event()
 
     def often():
         while not got_in.is_set():

@@ -7,6 +7,7 @@ from typing import Any
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.drafting.first_tokens import FirstTokens
 from mamba_align_jax.engine.drafting.protocols import Drafter
+from mamba_align_jax.engine.interrupts import failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ class GuardedDrafter:
         """Drops what the drafter keeps for a request: see `Drafter`."""
         try:
             self._drafter.forget(request)
-        except Exception:
+        except BaseException as raised:
+            failure(raised)
             _LOG.exception("a drafter could not forget request %r", request)
 
 
