@@ -4,8 +4,8 @@ Every variant is first compared with float64 on a sample of rows and heads: outp
 mean duration of a call over the phases of the fold: rows start at random places of their groups, and each call accepts one
 to all of its tokens. `copy_free_us` is the duration of the op that writes a state per token on the same sizes, in the same
 run. The variants are the Mosaic GPU kernel, if the op has one, and the Triton kernel's default configuration, and with
-`--every` other configurations. "gdn" cases have a decay per head, "kda" cases one per key channel, and "mamba2" and
-"mamba1" cases are those of Mamba. `--tiny` tries the command on a machine without a GPU.
+`--every` other configurations. "gdn" cases are those of the gated delta rule, "mamba2" cases those of Mamba-2. `--tiny`
+tries the command on a machine without a GPU.
 """
 
 import argparse
@@ -20,14 +20,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import deferred_delta_rule, deferred_mamba1, deferred_mamba2
+from benchmarks import deferred_delta_rule, deferred_mamba2
 from benchmarks.deferred_bench import TURNS, Bench
 from benchmarks.kernel_benchmark import ROTATION_BYTES
 from benchmarks.kernels import time_ours
 from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax.load.rows import Row, append, facts
 from pallas_kernels.gated_delta_rule.deferred import cases as delta_rule_cases
-from pallas_kernels.selective_scan.deferred import cases as mamba1_cases
 from pallas_kernels.selective_state_update.deferred import cases as mamba2_cases
 
 LAUNCHES = 3
@@ -37,8 +36,6 @@ def family(case: Any) -> tuple[Any, type[Bench]]:
     """Returns the module that knows a case's op, and the class that runs it."""
     if isinstance(case, mamba2_cases.Case):
         return deferred_mamba2, deferred_mamba2.StateSpaceBench
-    if isinstance(case, mamba1_cases.Case):
-        return deferred_mamba1, deferred_mamba1.SelectiveScanBench
     return deferred_delta_rule, deferred_delta_rule.DeltaRuleBench
 
 
@@ -101,9 +98,9 @@ def time_copy_free(bench: Bench) -> float:
 
 def plan(tiny: bool, pattern: str) -> list[Any]:
     """The cases to time, those of 64 rows first."""
-    cases: list[Any] = [*delta_rule_cases.CASES, *mamba2_cases.CASES, *mamba1_cases.CASES]
+    cases: list[Any] = [*delta_rule_cases.CASES, *mamba2_cases.CASES]
     if tiny:
-        return [case for module in (deferred_delta_rule, deferred_mamba2, deferred_mamba1) for case in module.TINY]
+        return [case for module in (deferred_delta_rule, deferred_mamba2) for case in module.TINY]
     cases = [
         case
         for case in cases

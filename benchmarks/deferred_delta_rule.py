@@ -1,7 +1,6 @@
 """Deferred states of the gated delta rule for `benchmarks.deferred`."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -14,29 +13,20 @@ from benchmarks.update import delta_rule_benchmark
 from pallas_kernels.gated_delta_rule import cases as update_cases
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 from pallas_kernels.gated_delta_rule.deferred.cases import Case
-from pallas_kernels.gated_delta_rule.deferred.config import (
-    ChannelConfig,
-    DeferredConfig,
-    default_channel_config,
-    default_config,
-)
+from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
 
-Variant = DeferredConfig | ChannelConfig | None  # None is the Mosaic GPU kernel, which has no configuration
+Variant = DeferredConfig | None  # None is the Mosaic GPU kernel, which has no configuration
 
 
-def default(case: Case) -> DeferredConfig | ChannelConfig:
+def default(case: Case) -> DeferredConfig:
     """The Triton kernel's configuration that the op selects for a case."""
-    size = itemsize(case.state_dtype)
-    return default_channel_config(size) if case.kda else default_config(len(case.lengths), size)
+    return default_config(len(case.lengths), itemsize(case.state_dtype))
 
 
 def variants(case: Case, every: bool) -> list[Variant]:
     """The Mosaic GPU kernel, if it can run the case, and the default of the Triton kernel; others if `every` is true."""
-    found: list[Variant] = [default(case)] if case.kda else [None, default(case)]
-    if every and case.kda:
-        found += itertools.starmap(ChannelConfig, itertools.product((8, 16, 32), (32, 64), (1, 2)))
-        found.append(ChannelConfig(64, 32, 4))
-    elif every:
+    found: list[Variant] = [None, default(case)]
+    if every:
         make = functools.partial(DeferredConfig, pieces=3 if case.state_dtype == "float32" else 2)
         found += [make(128, 32, 128, 4), make(128, 32, 32, 4), make(128, 32, 128, 2), make(64, 32, 128, 4)]
         found += [make(32, 32, 128, 4), make(128, 64, 32, 4, values_first=True)]
@@ -47,8 +37,6 @@ def short(c: Variant) -> str:
     """A variant in few letters."""
     if c is None:
         return "mosaic_gpu"
-    if isinstance(c, ChannelConfig):
-        return f"triton_v{c.tile_value}_s{c.segment}_w{c.num_warps}"
     order = "vx" if c.values_first else "xv"
     return f"triton_b{c.block_value}_v{c.tile_value}_k{c.tile_key}_w{c.num_warps}_p{c.pieces}_{order}"
 
@@ -65,9 +53,8 @@ class DeltaRuleBench(Bench):
     def draw_inputs(self, draw: Any, tokens: int) -> None:
         """Draws projections, raw gates, and the parameters of the gates."""
         heads = self.case.value_heads
-        gate = self.case.gate_shape
-        self.inputs = draw(tokens, self.case.channels), draw(tokens, *gate), draw(tokens, heads)
-        self.parameters = dict(A_log=draw(heads, dtype="float32"), dt_bias=draw(*gate, dtype="float32"))
+        self.inputs = draw(tokens, self.case.channels), draw(tokens, heads), draw(tokens, heads)
+        self.parameters = dict(A_log=draw(heads, dtype="float32"), dt_bias=draw(heads, dtype="float32"))
 
     def adjust(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Makes log decays negative and corrections as short as those of real states."""
@@ -98,7 +85,7 @@ class DeltaRuleBench(Bench):
             q, k = (qkv[t, at : at + case.key_dim] for at in (key_head * case.key_dim, keys + key_head * case.key_dim))
             v = qkv[t, 2 * keys + head * case.value_dim :][: case.value_dim]
             factor, of_query = (1 / np.sqrt(x @ x + 1e-6) for x in (k, q))
-            state = np.exp(-np.exp(A_log) * np.logaddexp(0, a[t, head] + dt_bias)) * state  # per head or key channel
+            state = np.exp(-np.exp(A_log) * np.logaddexp(0, a[t, head] + dt_bias)) * state
             u = factor / (1 + np.exp(-b[t, head])) * (v - state @ k * factor)
             state = state + np.outer(u, k)
             corrections.append(u)
@@ -107,18 +94,17 @@ class DeltaRuleBench(Bench):
 
     def copy_free(self) -> KernelBenchmark:
         """The update op on rows of the same sizes."""
-        names = "key_heads", "value_heads", "key_dim", "value_dim", "dtype", "state_dtype", "kda"
+        names = "key_heads", "value_heads", "key_dim", "value_dim", "dtype", "state_dtype"
         sizes = {name: getattr(self.case, name) for name in names}
         return delta_rule_benchmark(update_cases.Case(self.case.name, self.case.lengths, **sizes))
 
 
 _SIZES = dict(key_heads=1, value_heads=2, key_dim=16, value_dim=32)
 TINY = [
-    Case(f"{name} 4x{n} {dtype}", (n,) * 4, state_dtype=dtype, kda=name == "kda", **_SIZES)
-    for name, n, dtype in (("gdn", 1, "float32"), ("gdn", 4, "bfloat16"), ("kda", 4, "float32"))
+    Case(f"gdn 4x{n} {dtype}", (n,) * 4, state_dtype=dtype, **_SIZES) for n, dtype in ((1, "float32"), (4, "bfloat16"))
 ]
 
 
-def tiny_config(case: Case) -> DeferredConfig | ChannelConfig:
+def tiny_config(case: Case) -> DeferredConfig:
     """The configuration for a case of `TINY`."""
-    return ChannelConfig(16, 16, 1) if case.kda else DeferredConfig(16, 16, 16, 1, 3 if "float32" in case.name else 2)
+    return DeferredConfig(16, 16, 16, 1, 3 if "float32" in case.name else 2)

@@ -12,7 +12,6 @@ _PUBLIC = {
     "GroupSpec": "align.config",
     "RecurrentState": "align.config",
     "DeltaRuleRing": "align.ring",
-    "Mamba1Ring": "align.ring",
     "Mamba2Ring": "align.ring",
     "Corrections": "align.corrections",
     "correct_counts": "align.corrections",

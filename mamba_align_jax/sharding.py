@@ -107,15 +107,10 @@ def pool_partition(groups: Sequence[GroupSpec], *, deferred: bool = False) -> St
 
 
 def ring_partition(groups: Sequence[GroupSpec]) -> tuple[tuple[P, ...], ...]:
-    """Returns a PartitionSpec for each array of `StatePool.rings`: by heads, by the groups of heads, or by channels."""
-    return tuple(_ring(group.ring) if group.ring is not None else () for group in groups)
-
-
-def _ring(ring: Ring) -> tuple[P, ...]:
-    # Before the axes that a ring counts come layers and slots, or layers alone.
-    before = (2,) * len(ring.arrays(1)) + (1,) * len(ring.parameters())
-    axes = zip(ring.split_axes, before, strict=True)
-    return tuple(P() if axis is None else P(*[None] * (first + axis), AXIS) for axis, first in axes)
+    """Returns a PartitionSpec for each array [layers, slots, heads, ...] of `StatePool.rings`: by heads."""
+    return tuple(
+        (P(None, None, AXIS),) * len(group.ring.arrays(1)) if group.ring is not None else () for group in groups
+    )
 
 
 def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh, *, deferred: bool = False) -> StatePool:
@@ -150,9 +145,8 @@ def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh, *, deferred: bool = F
 
 def _check_ring(group: GroupSpec, ring: Ring, size: int) -> None:
     # The number of heads does not depend on the length of a fold group.
-    shapes = [shape for shape, _ in (*ring.arrays(1), *ring.parameters())]
-    for shape, axis in zip(shapes, ring.split_axes, strict=True):
-        if axis is not None and shape[axis] % size:
+    for shape, _ in ring.arrays(1):
+        if shape[0] % size:
             raise ValueError(f"{group.name!r}: heads of a ring must be a multiple of {size} devices, got {shape}")
 
 

@@ -45,7 +45,6 @@ from pallas_kernels.rotary import rotate_and_store as rotate_and_store
 from pallas_kernels.rows import TokenRows as TokenRows
 from pallas_kernels.rows import token_rows as token_rows
 from pallas_kernels.selective_scan import selective_scan as selective_scan
-from pallas_kernels.selective_scan.deferred import selective_scan_deferred as selective_scan_deferred
 from pallas_kernels.selective_state_update import selective_state_update as selective_state_update
 from pallas_kernels.selective_state_update.deferred import selective_state_deferred as selective_state_deferred
 from pallas_kernels.ssd import ssd as ssd

@@ -38,7 +38,6 @@ def run_ops(implementation):
     narrow = lambda *arrays: [x.astype(jnp.bfloat16) for x in arrays]
     rings = array(1, 2, HEADS, 32, DIM), array(1, 2, HEADS, 32, DIM), -jnp.abs(array(1, 2, HEADS, 32))
     deferred = 0, loc, ints(0, 1), ints(3, 0), ints(17, 14), ints(1, 0), ints(2, 3)  # folds, and crosses a group's end
-    of_scan = rings[0], rings[1], rings[1]
     of_mamba = (
         array(1, 2, HEADS, 32, DIM),
         array(1, 2, 1, 32, DIM),
@@ -71,9 +70,6 @@ def run_ops(implementation):
         ),
         ssd=pk.ssd(*narrow(v, a), -jnp.exp(A_log), *narrow(q, k), *prefill, D=dt_bias, z=narrow(k)[0], **how),
         selective_scan=pk.selective_scan(v, k, rates, q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
-        selective_scan_deferred=pk.selective_scan_deferred(
-            v, k, rates, q, k, recurrent, *of_scan, *deferred, max_query_tokens=5, D=k[1], z=k, **how
-        ),
         paged_attention=pk.paged_attention(q, *attention, max_query_tokens=5, **how),
         paged_attention_bfloat16=pk.paged_attention(*narrow(q, pages, pages), *attention[2:], **how),
         rotate_and_store=pk.rotate_and_store(

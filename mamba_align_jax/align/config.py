@@ -8,10 +8,10 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.align._fields import dtype_name, itemsize, set_fields
 from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.align.policy import POLICIES
-from mamba_align_jax.align.ring import DeltaRuleRing, Mamba1Ring, Mamba2Ring, Ring
+from mamba_align_jax.align.ring import DeltaRuleRing, Mamba2Ring, Ring
 
 # The layers that policy "deferred" serves, in messages.
-HAVE_RINGS = "gated delta nets, Kimi delta attention, Mamba-1 and Mamba-2"
+HAVE_RINGS = "gated delta nets and Mamba-2"
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -136,8 +136,7 @@ class GroupSpec:
             )
         for state in self.states:
             values.instance(f"GroupSpec {self.name!r}: states", state, ConvState, RecurrentState)
-        rings = DeltaRuleRing, Mamba1Ring, Mamba2Ring
-        values.instance(f"GroupSpec {self.name!r}: ring", self.ring, *rings, optional=True)
+        values.instance(f"GroupSpec {self.name!r}: ring", self.ring, DeltaRuleRing, Mamba2Ring, optional=True)
 
     def check_deferred(self) -> None:
         """Raises ValueError if the group's states can't be deferred."""
@@ -302,9 +301,8 @@ class AlignConfig:
 
     @property
     def ring_bytes(self) -> int:
-        """The bytes of all rings: those of all slots, and the parameters of layers that slots share."""
-        shared = sum(group.num_layers * group.ring.parameter_bytes for group in self.groups if group.ring is not None)
-        return self.max_num_seqs * self.ring_bytes_per_slot + shared * self.is_deferred
+        """The bytes of the rings of all slots."""
+        return self.max_num_seqs * self.ring_bytes_per_slot
 
     @property
     def bytes_per_block(self) -> int:

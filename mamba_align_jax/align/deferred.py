@@ -255,15 +255,10 @@ def _clear(spec: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array
     places = 2 * spec.fold_length
     position = first[:, None] + jnp.arange(spec.fold_length, dtype=jnp.int32)[None]
     place = jnp.where(position < end[:, None], position % places, places)
-    rings = []
-    for group, ring in zip(spec.groups, pool.rings or (), strict=True):
-        nothing = group.ring.nothing if group.ring is not None else ()
-        entries, parameters = ring[: len(nothing)], ring[len(nothing) :]
-        # The indexed axes come first in what is set: [rows, entries, layers, heads, ...].
-        where = slice(None), slot[:, None], slice(None), place
-        cleared = (x.at[where].set(value, mode="drop") for x, value in zip(entries, nothing, strict=True))
-        rings.append((*cleared, *parameters))
-    return replace(pool, rings=tuple(rings))
+    # The indexed axes come first in what is set: [rows, entries, layers, heads, ...].
+    where = slice(None), slot[:, None], slice(None), place
+    rings = tuple(tuple(entries.at[where].set(0.0, mode="drop") for entries in ring) for ring in pool.rings or ())
+    return replace(pool, rings=rings)
 
 
 def _keep_windows(

@@ -36,12 +36,9 @@ def _ring_shapes(spec: AlignConfig) -> list[list[jax.ShapeDtypeStruct]]:
     """Returns the arrays of each group's ring: none for a group without a ring, or unless the policy is "deferred"."""
     found = []
     for group in spec.groups:
-        arrays, parameters = (), ()
-        if group.ring is not None and spec.is_deferred:
-            arrays, parameters = group.ring.arrays(spec.fold_length), group.ring.parameters()
-        of_slots = [((group.num_layers, spec.max_num_seqs, *shape), dtype) for shape, dtype in arrays]
-        of_all = [((group.num_layers, *shape), dtype) for shape, dtype in parameters]
-        found.append([jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in (*of_slots, *of_all)])
+        arrays = group.ring.arrays(spec.fold_length) if group.ring is not None and spec.is_deferred else ()
+        slots = group.num_layers, spec.max_num_seqs
+        found.append([jax.ShapeDtypeStruct((*slots, *shape), jnp.dtype(dtype)) for shape, dtype in arrays])
     return found
 
 

@@ -17,31 +17,15 @@ class Ring:
         raise NotImplementedError
 
     def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Returns the shape and dtype of one layer's arrays for one slot, each [heads, places, ...]."""
+        """Returns the shape and dtype of one layer's arrays for one slot, each [heads, places, ...].
+
+        Heads are split over devices. An entry of zeros adds nothing to a state.
+        """
         raise NotImplementedError
-
-    def parameters(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Returns the shape and dtype of the arrays that all slots share, each [heads, ...]: what folds need of a layer."""
-        return ()
-
-    @property
-    def nothing(self) -> tuple[float, ...]:
-        """What each of `arrays` holds for a token that adds nothing to a state."""
-        return (0.0,) * len(self.arrays(1))
-
-    @property
-    def split_axes(self) -> tuple[int | None, ...]:
-        """The axis of each of `arrays` and `parameters` that is split over devices. None if every device has the whole."""
-        return (0,) * len(self.arrays(1) + self.parameters())
 
     def bytes_per_slot(self, fold_length: int) -> int:
         """Returns the bytes of one layer's arrays for one slot."""
-        return _total_bytes(self.arrays(fold_length))
-
-    @property
-    def parameter_bytes(self) -> int:
-        """The bytes of what all slots of one layer share."""
-        return _total_bytes(self.parameters())
+        return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in self.arrays(fold_length))
 
 
 def _check(ring: Any, *sizes: str) -> None:
@@ -50,10 +34,6 @@ def _check(ring: Any, *sizes: str) -> None:
     itemsize(ring.dtype)
     for name in sizes:
         set_fields(ring, **{name: values.integer(f"{type(ring).__name__}: {name}", getattr(ring, name), 1)})
-
-
-def _total_bytes(arrays: tuple[tuple[tuple[int, ...], str], ...]) -> int:
-    return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in arrays)
 
 
 @dataclass(frozen=True)
@@ -66,7 +46,6 @@ class DeltaRuleRing(Ring):
         value_heads: Heads of the states.
         value_dim: Dims of a value.
         dtype: The dtype of keys: "float32", "bfloat16" or "float16". Corrections and decays are float32.
-        per_channel: True if each key channel has a log decay, as in Kimi delta attention, and not each head only.
     """
 
     key_heads: int
@@ -74,10 +53,8 @@ class DeltaRuleRing(Ring):
     value_heads: int
     value_dim: int
     dtype: str = "bfloat16"
-    per_channel: bool = False
 
     def __post_init__(self) -> None:
-        set_fields(self, per_channel=values.flag("DeltaRuleRing: per_channel", self.per_channel))
         _check(self, "key_heads", "key_dim", "value_heads", "value_dim")
         if self.value_heads % self.key_heads:
             raise ValueError(
@@ -95,7 +72,7 @@ class DeltaRuleRing(Ring):
         return (
             ((self.key_heads, places, self.key_dim), self.dtype),
             ((self.value_heads, places, self.value_dim), "float32"),
-            ((self.value_heads, places, *[self.key_dim] * self.per_channel), "float32"),
+            ((self.value_heads, places), "float32"),
         )
 
 
@@ -136,53 +113,3 @@ class Mamba2Ring(Ring):
             ((self.heads, places), "float32"),
             ((self.heads, places), "float32"),
         )
-
-
-@dataclass(frozen=True)
-class Mamba1Ring(Ring):
-    """The entries that one layer of Mamba-1 keeps for each slot under policy "deferred".
-
-    A token's decay has as many numbers as a state, so entries have raw step sizes only. The decay rates and the bias of the
-    step sizes are the layer's parameters. `fold_slots` and `settle` run without the model, so the layer also stores these
-    parameters in the pool, in each step that stores entries.
-
-    Attributes:
-        channels: Channels of the layer.
-        state_dim: Numbers in a channel's state, and in B.
-        dtype: The dtype of x, B and raw step sizes: "float32", "bfloat16" or "float16".
-    """
-
-    channels: int
-    state_dim: int
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        _check(self, "channels", "state_dim")
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """[1, channels, state_dim]."""
-        return 1, self.channels, self.state_dim
-
-    def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Returns the shape and dtype of one layer's arrays for one slot: x, B and raw step sizes."""
-        places = 2 * fold_length
-        return (
-            ((1, places, self.channels), self.dtype),
-            ((1, places, self.state_dim), self.dtype),
-            ((1, places, self.channels), self.dtype),
-        )
-
-    def parameters(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Returns the shape and dtype of the decay rates and of the bias of the step sizes."""
-        return (self.state_shape, "float32"), ((1, self.channels), "float32")
-
-    @property
-    def nothing(self) -> tuple[float, ...]:
-        """A step size of minus infinity is 0 after the softplus, and decays nothing."""
-        return 0.0, 0.0, -math.inf
-
-    @property
-    def split_axes(self) -> tuple[int | None, ...]:
-        """Channels are split. Every device has the whole of B."""
-        return 2, None, 2, 1, 1

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from mamba_align_jax.align.config import AlignConfig, RecurrentState
 from mamba_align_jax.align.pool import StatePool
-from mamba_align_jax.align.ring import DeltaRuleRing, Mamba1Ring, Mamba2Ring
+from mamba_align_jax.align.ring import DeltaRuleRing, Mamba2Ring
 from pallas_kernels import Implementation
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
-from pallas_kernels.selective_scan.deferred import selective_scan_deferred
 from pallas_kernels.selective_state_update.deferred import selective_state_deferred
 
 Arrays = tuple[jax.Array, ...]
@@ -49,11 +48,10 @@ def fold(
 def _fold_delta_rule(
     ring: DeltaRuleRing, rows: Arrays, options: dict[str, Any], layer: jax.Array, arrays: Arrays
 ) -> Arrays:
-    heads, of_gate = ring.value_heads, (ring.value_heads, *arrays[3].shape[4:])
+    heads = ring.value_heads
     qkv = jnp.zeros((0, 2 * ring.key_heads * ring.key_dim + heads * ring.value_dim), ring.dtype)
-    a, b = jnp.zeros((0, *of_gate), ring.dtype), jnp.zeros((0, heads), ring.dtype)
-    A_log, dt_bias = jnp.zeros(heads, jnp.float32), jnp.zeros(of_gate, jnp.float32)
-    operands = qkv, a, b, A_log, dt_bias, *arrays, jnp.int32(layer), *rows
+    gate, per_head = jnp.zeros((0, heads), ring.dtype), jnp.zeros(heads, jnp.float32)
+    operands = qkv, gate, gate, per_head, per_head, *arrays, jnp.int32(layer), *rows
     _, *folded = gated_delta_rule_deferred(*operands, **options)
     return tuple(folded)
 
@@ -66,16 +64,4 @@ def _fold_mamba2(ring: Mamba2Ring, rows: Arrays, options: dict[str, Any], layer:
     return tuple(folded)
 
 
-def _fold_mamba1(ring: Mamba1Ring, rows: Arrays, options: dict[str, Any], layer: jax.Array, arrays: Arrays) -> Arrays:
-    *folding, rates, bias = arrays
-    x, B = (jnp.zeros((0, 1, size), ring.dtype) for size in (ring.channels, ring.state_dim))
-    operands = x, x, rates[layer], B, B, *folding, jnp.int32(layer), *rows
-    _, *folded = selective_scan_deferred(*operands, dt_bias=bias[layer], **options)
-    return *folded, rates, bias
-
-
-_FOLDS: dict[type, Callable[..., Arrays]] = {
-    DeltaRuleRing: _fold_delta_rule,
-    Mamba2Ring: _fold_mamba2,
-    Mamba1Ring: _fold_mamba1,
-}
+_FOLDS: dict[type, Callable[..., Arrays]] = {DeltaRuleRing: _fold_delta_rule, Mamba2Ring: _fold_mamba2}

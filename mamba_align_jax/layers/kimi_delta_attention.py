@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.align.config import ConvState, RecurrentState
-from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.layers.chain import Inputs
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule, project
 from mamba_align_jax.layers.exchange import Outputs
@@ -92,12 +91,8 @@ class KimiDeltaAttention(nnx.Module):
         window = ConvState(width, channels, conv_dtype, self.window_layout)
         return window, RecurrentState(shape, state_dtype, self.state_layout)
 
-    def ring(self, dtype: str) -> DeltaRuleRing:
-        """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
-        return DeltaRuleRing(self.heads, self.head_dim, self.heads, self.head_dim, dtype, per_channel=True)
-
     def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
-        """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
+        """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
 
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:-1], self.heads, self.head_dim)

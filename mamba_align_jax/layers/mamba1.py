@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.align.config import ConvState, RecurrentState
-from mamba_align_jax.align.ring import Mamba1Ring
 from mamba_align_jax.layers.causal_conv import CausalConv1d
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
@@ -18,7 +17,7 @@ from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import LayerRows
 from mamba_align_jax.sharding import Part
-from pallas_kernels import selective_scan, selective_scan_deferred, selective_state_update
+from pallas_kernels import selective_scan, selective_state_update
 
 
 class Mamba1Mixer(nnx.Module):
@@ -80,14 +79,9 @@ class Mamba1Mixer(nnx.Module):
         """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
         return self.conv1d.state(conv_dtype), RecurrentState((1, *self.A_log.shape), state_dtype)
 
-    def ring(self, dtype: str) -> Mamba1Ring:
-        """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
-        channels, state_dim = self.A_log.shape
-        return Mamba1Ring(channels, state_dim, dtype)
-
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
-        """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
-        conv, recurrent, *ring = pools
+        """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
+        conv, recurrent = pools
         x, z = self.in_proj(x)
         x, conv = self.conv1d(x, at, conv)
         norms = self.dt_layernorm, self.b_layernorm, self.c_layernorm
@@ -97,24 +91,17 @@ class Mamba1Mixer(nnx.Module):
 
         options = dict(D=D, dt_bias=dt_bias, implementation=at.implementation)
 
-        def decode(rows: LayerRows, x, dt, B, C, z, recurrent, *ring):
-            if rows.fold is not None:
-                *entries, rates, bias = ring
-                at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
-                operands = x, dt, A, B, C, recurrent, *entries, at.layer, rows.query_start_loc, *at_row
-                out = selective_scan_deferred(*operands, max_query_tokens=rows.write.shape[-1], z=z, **options)
-                # `fold_slots` and `settle` run without the model, so they read the rates and the bias from the pool.
-                return *out, rates.at[at.layer].set(A), bias.at[at.layer].set(dt_bias)
+        def decode(rows: LayerRows, x, dt, B, C, z, recurrent):
             where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write
-            return *selective_state_update(x, dt, A, B, C, recurrent, *where, z=z, **options), *ring
+            return selective_state_update(x, dt, A, B, C, recurrent, *where, z=z, **options)
 
-        def prefill(rows: LayerRows, x, dt, B, C, z, recurrent, *ring):
+        def prefill(rows: LayerRows, x, dt, B, C, z, recurrent):
             where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write[:, 0]
-            return *selective_scan(x, dt, A, B, C, recurrent, *where, z=z, **rows.checkpoints, **options), *ring
+            return selective_scan(x, dt, A, B, C, recurrent, *where, z=z, **rows.checkpoints, **options)
 
         tokens = tuple(y[:, None] for y in (x, self.dt_proj(dt), B, C, z))
-        out, recurrent, *ring = at.apply(decode, prefill, tokens, (recurrent, *ring))
-        return self.out_proj.sums(out[:, 0]), conv, recurrent, *ring
+        out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))
+        return self.out_proj.sums(out[:, 0]), conv, recurrent
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's channels: see `SplitMixer`."""

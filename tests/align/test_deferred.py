@@ -28,7 +28,6 @@ from mamba_align_jax import (
     split_rows,
 )
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
-from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.metadata.layer_step import LayerStep
 
@@ -38,8 +37,6 @@ CHANNELS = (2 * KEY_HEADS + HEADS) * DIM  # of the convolution, in every kind of
 STATES = ConvState(WIDTH, CHANNELS, "float32"), RecurrentState((HEADS, DIM, DIM))
 RING = DeltaRuleRing(KEY_HEADS, DIM, HEADS, DIM, "float32")
 GROUP = GroupSpec("gdn", LAYERS, STATES, RING)
-# Keys have as many heads as in the other group, so that both take the same inputs.
-KDA = GroupSpec("kda", LAYERS, STATES, DeltaRuleRing(KEY_HEADS, DIM, HEADS, DIM, "float32", per_channel=True))
 CHUNK = 40
 
 
@@ -52,21 +49,18 @@ SPEC = make_spec()
 # The same for Mamba-2: two heads that share one B.
 MAMBA2 = Mamba2Mixer(1, HEADS, DIM, DIM, KEY_HEADS, WIDTH, "float32", nnx.Rngs(0), norm=False)
 MAMBA2_GROUP = GroupSpec("mamba2", LAYERS, MAMBA2.states("float32", "float32"), MAMBA2.ring("float32"))
-# The same for Mamba-1, whose layers have different rates: its channels are those of the convolution.
-MAMBA1 = [Mamba1Mixer(1, CHANNELS, DIM, 1, WIDTH, "float32", nnx.Rngs(n)) for n in range(LAYERS)]
-MAMBA1_GROUP = GroupSpec("mamba1", LAYERS, MAMBA1[0].states("float32", "float32"), MAMBA1[0].ring("float32"))
-SPECS = SPEC, *(make_spec(groups=(group,)) for group in (KDA, MAMBA2_GROUP, MAMBA1_GROUP))
-EACH = pytest.mark.parametrize("spec", SPECS, ids=["gdn", "kda", "mamba2", "mamba1"])
+SPECS = SPEC, make_spec(groups=(MAMBA2_GROUP,))
+EACH = pytest.mark.parametrize("spec", SPECS, ids=["gdn", "mamba2"])
 NUMBERS = np.random.default_rng(0)
 TAPS = NUMBERS.normal(size=(WIDTH, CHANNELS)).astype(np.float32)
-A_LOG, BIAS = (NUMBERS.normal(size=(HEADS, dims)).astype(np.float32) for dims in (1, DIM))
+A_LOG, BIAS = (NUMBERS.normal(size=HEADS).astype(np.float32) for _ in range(2))
 INPUTS = CHANNELS + HEADS + HEADS * DIM
 
 
 def inputs_of(seed, length=LENGTH):
     """A layer's inputs for each position of a sequence, side by side. float32 [length, channels]
 
-    For delta-rule layers they are qkv, b and a, for Mamba-2 [x, B, C], dt and z, and for Mamba-1 x and no gate.
+    For delta-rule layers they are qkv, b and a, and for Mamba-2 [x, B, C], dt and z.
     """
     return np.random.default_rng(seed).normal(size=(length, INPUTS)).astype(np.float32)
 
@@ -85,42 +79,16 @@ class NoProjections:
 MAMBA2.in_proj = MAMBA2.out_proj = NoProjections()
 
 
-class NoInput(NoProjections):
-    """In place of Mamba-1's input projection. There is no gate."""
-
-    def __call__(self, x):
-        return x[:, :CHANNELS], jnp.ones_like(x[:, :CHANNELS])
-
-
-class NoProjectionOfChannels:
-    """In place of the projection of Mamba-1's channels to step sizes, B and C: some of the channels."""
-
-    def __call__(self, x):
-        return x, x[:, :DIM], x[:, DIM : 2 * DIM]
-
-
-for n, layer in enumerate(MAMBA1):
-    layer.in_proj = layer.out_proj = NoInput()
-    layer.x_proj, layer.dt_proj = NoProjectionOfChannels(), lambda dt: dt
-    layer.A_log.set_value(layer.A_log[...] + NUMBERS.normal(size=layer.A_log.shape).astype(np.float32) - n)
-    layer.dt_proj_bias.set_value(jnp.asarray(NUMBERS.normal(size=CHANNELS), jnp.float32))
-
-
 def run_layers(spec, rows, chunks, x, pool):
     """Runs all layers on the same inputs."""
-    per_channel = spec.groups == (KDA,)
-    qkv, b, a = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :].reshape(-1, HEADS, DIM)
-    a, bias = (a, BIAS) if per_channel else (a[..., 0], BIAS[:, 0])
+    qkv, b, a = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :: DIM]
     arrays = *pool.states[0], *pool.ring(0)
-    for group, mixers in ((MAMBA2_GROUP, [MAMBA2] * LAYERS), (MAMBA1_GROUP, MAMBA1)):
-        if spec.groups == (group,):
-            for layer, mixer in enumerate(mixers):
-                at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
-                out, *arrays = mixer(x, at, *arrays)
-            return out, pool.with_group(0, arrays)
     for layer in range(LAYERS):
         at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
-        weights, layout = map(jnp.asarray, (TAPS, A_LOG[:, 0], bias)), spec.groups[0].states[0].layout
+        if spec.groups == (MAMBA2_GROUP,):
+            out, *arrays = MAMBA2(x, at, *arrays)
+            continue
+        weights, layout = map(jnp.asarray, (TAPS, A_LOG, BIAS)), spec.groups[0].states[0].layout
         out, *arrays = convolved_delta_rule(qkv, a, b, *weights, at, *arrays, window_layout=layout)
     return out, pool.with_group(0, arrays)
 
@@ -338,12 +306,9 @@ def test_no_state_is_copied_and_a_request_holds_few_blocks():
     assert SPECS[1].ring_bytes_per_slot == LAYERS * (per_layer + 16 * HEADS * (DIM - 1) * 4)
     of_mamba = 16 * (HEADS * DIM + KEY_HEADS * DIM + 2 * HEADS) * 4
     assert SPECS[2].ring_bytes_per_slot == LAYERS * of_mamba
-    of_mamba1, of_layer = 16 * (2 * CHANNELS + DIM) * 4, CHANNELS * (DIM + 1) * 4
-    assert SPECS[3].ring_bytes_per_slot == LAYERS * of_mamba1
-    assert SPECS[3].ring_bytes == LAYERS * (SLOTS * of_mamba1 + of_layer)
     assert SPEC.ring_bytes == SLOTS * SPEC.ring_bytes_per_slot
     assert make_spec(policy="copy_free").ring_bytes_per_slot == 0
-    assert make_spec(groups=(MAMBA1_GROUP,), policy="copy_free").ring_bytes == 0
+    assert make_spec(policy="copy_free").ring_bytes == 0
 
 
 MAMBA = GroupSpec("mamba", 1, STATES)
@@ -353,12 +318,8 @@ BAD = {
         num_speculative_tokens=4
     ),
     "fold_length must be at least 1, got 0": dict(fold_length=0),
-    "which only gated delta nets, Kimi delta attention, Mamba-1 and Mamba-2 have, got group 'mamba' without one": dict(
-        groups=(GROUP, MAMBA)
-    ),
-    "which only gated delta nets, Kimi delta attention, Mamba-1 and Mamba-2 have, got ['conv']": dict(
-        groups=(GroupSpec("conv", 1, STATES[:1]),)
-    ),
+    "which only gated delta nets and Mamba-2 have, got group 'mamba' without one": dict(groups=(GROUP, MAMBA)),
+    "which only gated delta nets and Mamba-2 have, got ['conv']": dict(groups=(GroupSpec("conv", 1, STATES[:1]),)),
     "must have one recurrent state [2, 4, 4] of layout 'VK' for the ring of group 'gdn', got": dict(
         groups=(GroupSpec("gdn", 1, (RecurrentState((2, 4, 4), layout="KV"),), RING),)
     ),

@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from mamba_align_jax import (
     Additions,
@@ -17,7 +16,6 @@ from mamba_align_jax import (
     ConvState,
     DeltaRuleRing,
     GroupSpec,
-    Mamba1Ring,
     Mamba2Ring,
     RecurrentState,
     StatePool,
@@ -31,8 +29,6 @@ from mamba_align_jax import (
     split_rows,
     update_block_tables,
 )
-from mamba_align_jax.layers.mamba1 import Mamba1Mixer
-from mamba_align_jax.metadata.layer_step import LayerStep
 from pallas_kernels import (
     causal_conv1d_prefill,
     causal_conv1d_update,
@@ -201,38 +197,12 @@ def test_a_donated_step_of_deferred_states_copies_no_pool(decode_rows, num_token
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), HOW)
-def test_a_donated_step_of_deferred_mamba1_copies_no_pool(implementation, dtype):
-    """Each layer writes its rates beside the ring. They are smaller than what a step computes."""
-    mixers = [Mamba1Mixer(CHANNELS, CHANNELS, DIM, 2, WIDTH, dtype, nnx.Rngs(n)) for n in range(3)]
-    group = GroupSpec("mamba1", 3, mixers[0].states(dtype, dtype), mixers[0].ring(dtype))
-    spec = AlignConfig((group,), 64, 2, max_num_seqs=ROWS, max_model_len=1024, policy="deferred")
-
-    def step(pool, state, tables, batch, x, num_sampled):
-        state, indices = begin_step(spec, state, batch, tables)
-        rows = split_rows(batch, indices, 2)
-        arrays = *pool.states[0], *pool.ring(0)
-        for number, mixer in enumerate(mixers):
-            at = LayerStep(rows=rows, chunks=None, layer=jnp.int32(number), implementation=implementation)
-            sums, *arrays = mixer(x, at, *arrays)
-            x = sums.reshape(-1, *x.shape).sum(0).astype(x.dtype)
-        state, pool = finish_step(spec, state, pool.with_group(0, arrays), batch, indices, num_sampled, tables)
-        return x, pool, state, tables
-
-    pool, state, tables, _, _, *rest = arguments(spec, 128, dtype)
-    compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(pool, state, tables, *rest).compile()
-    assert set(pool_copies(compiled, (pool, state, tables))) <= {"temporary"}
-
-
-@pytest.mark.parametrize(("implementation", "dtype"), HOW)
-@pytest.mark.parametrize("kind", ["gdn", "mamba2", "mamba1"])
+@pytest.mark.parametrize("kind", ["gdn", "mamba2"])
 def test_a_donated_fold_copies_no_pool(implementation, dtype, kind):
     spec = make_spec("deferred", 2, dtype)
     group = spec.groups[0]
     if kind == "mamba2":
         group = dataclasses.replace(group, ring=Mamba2Ring(HEADS, DIM, 1, DIM, dtype))
-    if kind == "mamba1":
-        states = group.states[0], RecurrentState((1, HEADS * DIM, DIM), dtype)
-        group = dataclasses.replace(group, states=states, ring=Mamba1Ring(HEADS * DIM, DIM, dtype))
     spec = dataclasses.replace(spec, groups=(group,))
     pool, state, tables, *_ = arguments(spec, 4, dtype)
     fold = jax.jit(functools.partial(fold_slots, spec, implementation=implementation), donate_argnums=(0, 1))

@@ -29,7 +29,7 @@ def two_rows():
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Sizes and dtypes of a test. `kda` means a decay per key channel."""
+    """Sizes and dtypes of a test."""
 
     dims: str = "grouped"
     dtype: str = "float32"
@@ -39,13 +39,6 @@ class Kind:
     l2norm: bool = True
     lower_bound: float | None = None
     beta_max: int = 1
-    kda: bool = False
-
-    @property
-    def gate_shape(self):
-        """The shape of one token's log decays."""
-        dims = DIMS[self.dims]
-        return (dims.value_heads, dims.key_dim) if self.kda else (dims.value_heads,)
 
     @property
     def pool_shape(self):
@@ -75,9 +68,8 @@ class Sequences:
         # Keys that are not normalised must be short, or states grow without a bound.
         shrink = 1 if kind.l2norm else self.dims.key_dim**-0.5
         self.qkv = [draw(n, self.channels) * np.asarray(shrink, dtype) for n in lengths]
-        self.a, self.b = ([draw(n, *shape) for n in lengths] for shape in (kind.gate_shape, kind.gate_shape[:1]))
-        shapes = kind.gate_shape[:1], kind.gate_shape
-        self.A_log, self.dt_bias = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+        self.a, self.b = ([draw(n, dims.value_heads) for n in lengths] for _ in range(2))
+        self.A_log, self.dt_bias = (jnp.asarray(rng.normal(size=dims.value_heads), jnp.float32) for _ in range(2))
         self.scale = dims.key_dim**-0.5
 
     def parts(self, row, tokens):
@@ -115,7 +107,7 @@ def dirty_rings(kind, slots=SLOTS):
     return [
         full(kind.dtype, dims.key_heads, places, dims.key_dim),
         full(kind.ring, dims.value_heads, places, dims.value_dim),
-        full("float32", dims.value_heads, places, *kind.gate_shape[1:]),
+        full("float32", dims.value_heads, places),
     ]
 
 

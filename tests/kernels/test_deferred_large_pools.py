@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels import deferred_mamba1_rows, deferred_mamba2_rows, deferred_rows
+from kernels import deferred_mamba2_rows, deferred_rows
 from kernels.common import dirty_pool, skip_if_unavailable
 from kernels.deferred_rows import LAYER, LAYERS
 
 KINDS = {
     "gated delta rule": deferred_rows.Kind("64 x 128", "bfloat16", "bfloat16"),
-    "decay per key channel": deferred_rows.Kind("kimi", "bfloat16", "bfloat16", kda=True),
-    "Mamba-1": deferred_mamba1_rows.Kind(dtype="bfloat16", state="bfloat16"),
     "Mamba-2": deferred_mamba2_rows.Kind("one group", "bfloat16", "bfloat16"),
 }
 ELEMENTS = 2**31

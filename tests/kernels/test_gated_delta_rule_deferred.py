@@ -24,7 +24,7 @@ from kernels.deferred_rows import (
 
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
-from pallas_kernels.gated_delta_rule.deferred.config import ChannelConfig, DeferredConfig
+from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +66,6 @@ KINDS = [
     Kind("kimi", "bfloat16"),
     Kind("narrow"),
 ]
-KDA_KINDS = [
-    Kind("equal heads", kda=True),
-    Kind("grouped", "bfloat16", kda=True),
-    Kind("kimi", "bfloat16", kda=True),
-    Kind("kimi", "bfloat16", "bfloat16", length=8, kda=True),
-    Kind("grouped", "bfloat16", "bfloat16", "bfloat16", kda=True),
-    Kind("96 x 192", "bfloat16", kda=True),
-    Kind("odd", length=32, kda=True),
-    Kind("equal heads", "float16", "float16", kda=True),
-    Kind("grouped", l2norm=False, kda=True),
-    Kind("grouped", lower_bound=-5.0, beta_max=2, kda=True),
-    Kind("narrow", kda=True),
-]
 MOSAIC_GPU_KINDS = [
     Kind("64 x 128", "bfloat16"),
     Kind("64 x 128", "bfloat16", "bfloat16"),
@@ -106,17 +93,8 @@ def how_they_run(kinds):
     ids=str,
 )
 def test_rows_in_every_phase_match_the_oracle(rng, kind, implementation):
+    """Pools and rings start as NaN. Outputs, folds and entries are right, and the rest is kept."""
     skip_if_unavailable(implementation)
-    assert_rows_match_the_oracle(rng, kind, implementation)
-
-
-@pytest.mark.parametrize(("kind", "implementation"), how_they_run(KDA_KINDS), ids=str)
-def test_rows_with_a_decay_per_key_channel_match_the_oracle(rng, kind, implementation):
-    assert_rows_match_the_oracle(rng, kind, implementation)
-
-
-def assert_rows_match_the_oracle(rng, kind, implementation):
-    """Runs rows in every phase, with pools and rings of NaN: outputs, folds and entries are right, the rest is kept."""
     # The same places in groups that are longer, and about half of them in groups of 8.
     grow = lambda x: x + x // 16 * (kind.length - 16) if kind.length >= 16 else x // 2
     cases = [dataclasses.replace(row, base=grow(row.base), position=grow(row.position)) for row in ROWS.values()]
@@ -230,27 +208,23 @@ def test_errors_do_not_grow_with_the_number_of_tokens(rng, slow, implementation)
     assert late <= 2e-6
 
 
-CONFIGS = {
-    "per head": [
-        DeferredConfig(16, 16, 128, 1, 3),
-        DeferredConfig(32, 16, 16, 2, 3),
-        DeferredConfig(32, 32, 32, 4, 3, values_first=True),
-    ],
-    "per channel": [ChannelConfig(16, 16, 1), ChannelConfig(8, 4, 1), ChannelConfig(32, 128, 2)],
-}
+CONFIGS = [
+    DeferredConfig(16, 16, 128, 1, 3),
+    DeferredConfig(32, 16, 16, 2, 3),
+    DeferredConfig(32, 32, 32, 4, 3, values_first=True),
+]
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("decay", CONFIGS)
-def test_every_config_computes_the_same_numbers(rng, decay, implementation):
-    kind, configs = Kind("grouped", "bfloat16", kda=decay == "per channel"), CONFIGS[decay]
+def test_every_config_computes_the_same_numbers(rng, implementation):
+    kind = Kind("grouped", "bfloat16")
     sequences, dims = Sequences(rng, kind, [3, 2]), DIMS[kind.dims]
     pool = dirty_pool(rng, (LAYERS, BLOCKS, dims.value_heads, dims.value_dim, dims.key_dim), kind.state, (1, 2))
     ints = lambda *values: jnp.asarray(values, jnp.int32)
     tokens = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     rows = ints(0, 3, 5), ints(0, 1), ints(14, 14), ints(14, 14), ints(1, 2), ints(3, 4)
     arrays = pool, *map(jnp.asarray, dirty_rings(kind))
-    results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in configs]
+    results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in CONFIGS]
     for out in results[1:]:
         assert_close(exact(out), exact(results[0]), jnp.bfloat16, dims.key_dim, "outputs")
 
@@ -309,12 +283,7 @@ def refused(**changes):
         (dict(base=jnp.zeros(3, jnp.int32)), "base must be"),
         (dict(query_start_loc=jnp.zeros(5, jnp.int32)), "query_start_loc must have 3 entries"),
         (dict(layer=1), r"layer must be in \[0, 1\)"),
-        (dict(config=ChannelConfig(16, 16, 1)), r"config must be a DeferredConfig for log decays of shape \(2,\), got"),
-        (dict(a=jnp.zeros((3, 2, 16))), r"dt_bias must have the shape \(2, 16\) of one token of a, got \(2,\)"),
-        (
-            dict(a=jnp.zeros((3, 2, 16)), dt_bias=jnp.zeros((2, 16))),
-            r"ring_g must be \[1, 3, 2, 32, 16\] for log decays of shape \(2, 16\), got \[1, 3, 2, 32\]",
-        ),
+        (dict(a=jnp.zeros((3, 2, 16))), "a must be"),
         (dict(lower_bound=1.0), "lower_bound must be negative or None, got 1.0"),
         (dict(implementation="cuda"), "implementation must be"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from benchmarks import deferred_delta_rule, deferred_mamba1, deferred_mamba2, pipeline
+from benchmarks import deferred_delta_rule, deferred_mamba2, pipeline
 from pallas_kernels import (
     Mailboxes,
     add_rms_norm,
@@ -34,7 +34,6 @@ from pallas_kernels import (
     rotate_and_store,
     routed_experts_sums,
     selective_scan,
-    selective_scan_deferred,
     selective_state_update,
     ssd,
     state_copy,
@@ -54,7 +53,6 @@ from pallas_kernels.product_chain import cases as product_chain_cases
 from pallas_kernels.rms_norm import cases as rms_norm_cases
 from pallas_kernels.rotary import cases as rotary_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
-from pallas_kernels.selective_scan.deferred import cases as deferred_mamba1_cases
 from pallas_kernels.selective_state_update import cases as selective_state_update_cases
 from pallas_kernels.selective_state_update.deferred import cases as deferred_mamba2_cases
 from pallas_kernels.selective_state_update.deferred import selective_state_deferred
@@ -167,9 +165,8 @@ INDICES = ("query_start_loc", "slot", "base", "position", "read_block", "fold_bl
 def lower_gated_delta_rule_deferred(device, case, layers=30, blocks=512, implementation="triton", config=None):
     tokens, n = sum(case.lengths), len(case.lengths)
     pools = {name: array(dtype, *shape) for name, (shape, dtype) in case.pool_shapes(layers, blocks, n).items()}
-    a, b = (array(case.dtype, tokens, *shape) for shape in (case.gate_shape, case.gate_shape[:1]))
-    heads = array(jnp.float32, case.value_heads), array(jnp.float32, *case.gate_shape)
-    inputs = array(case.dtype, tokens, case.channels), a, b, *heads
+    gate, head = array(case.dtype, tokens, case.value_heads), array(jnp.float32, case.value_heads)
+    inputs = array(case.dtype, tokens, case.channels), gate, gate, head, head
     options = dict(max_query_tokens=max(case.lengths), implementation=implementation, config=config)
     run = lambda pools, layer, inputs, *indices: gated_delta_rule_deferred(
         *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), **options
@@ -230,20 +227,6 @@ def lower_selective_scan(device, case, layers=30, blocks=512, implementation="tr
     inputs, fixed = (x, x, array(jnp.float32, *channel, case.state_dim), group, group), dict(D=per, dt_bias=per)
     indices = rows(n + 1), rows(n), rows(n), *[array(jnp.int32, n, 2)] * 2
     return lower(device, run, pool, array(jnp.int32), inputs, fixed | dict(z=x if case.gated else None), *indices)
-
-
-def lower_selective_scan_deferred(device, case, layers=30, blocks=512, implementation="triton", config=None):
-    tokens, n, channel = sum(case.lengths), len(case.lengths), (case.heads, case.head_dim)
-    pools = {name: array(dtype, *shape) for name, (shape, dtype) in case.pool_shapes(layers, blocks, n).items()}
-    x, group = array(case.dtype, tokens, *channel), array(case.dtype, tokens, case.groups, case.state_dim)
-    per = array(jnp.float32, *channel)
-    options = dict(max_query_tokens=max(case.lengths), implementation=implementation, config=config)
-    run = lambda pools, layer, inputs, fixed, *indices: selective_scan_deferred(
-        *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), **fixed, **options
-    )
-    inputs, fixed = (x, x, array(jnp.float32, *channel, case.state_dim), group, group), dict(D=per, dt_bias=per)
-    indices = rows(n + 1), *[rows(n)] * 5
-    return lower(device, run, pools, array(jnp.int32), inputs, fixed | dict(z=x if case.gated else None), *indices)
 
 
 def lower_linear(device, case, implementation="triton", outputs=None):
@@ -375,11 +358,6 @@ OPS = {
         deferred_mamba2_cases.CASES,
         deferred_mamba2_cases.CASES[0],
     ),
-    "selective_scan_deferred": (
-        lower_selective_scan_deferred,
-        deferred_mamba1_cases.CASES,
-        deferred_mamba1_cases.CASES[0],
-    ),
     "mixture_of_experts": (
         lower_mixture_of_experts,
         mixture_of_experts_cases.CASES,
@@ -466,9 +444,7 @@ def test_shift_of_windows_of_layout_ds_lowers_for_h200():
     assert "__gpu$xla.gpu.triton" in lower("NVIDIA H200", run, pool, *[rows(8)] * 3)
 
 
-@pytest.mark.parametrize(
-    "op", ["gated_delta_rule_update", "selective_state_update", "selective_scan", "selective_scan_deferred"]
-)
+@pytest.mark.parametrize("op", ["gated_delta_rule_update", "selective_state_update", "selective_scan"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("lengths", [(1,), (1,) * 8, (3, 1)], ids=str)
 def test_every_configuration_lowers(op, state_dtype, lengths):
@@ -483,18 +459,14 @@ def test_every_configuration_lowers(op, state_dtype, lengths):
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kda", [False, True])
-def test_every_variant_of_deferred_states_lowers(state_dtype, tokens, kda):
+def test_every_variant_of_deferred_states_lowers(state_dtype, tokens):
     """What `benchmarks.deferred` times."""
-    case = deferred_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype, kda=kda)
+    case = deferred_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
     for config in filter(None, deferred_delta_rule.variants(case, every=True)):
         assert "__gpu$xla.gpu.triton" in lower_gated_delta_rule_deferred("NVIDIA H200", case, config=config)
     case = deferred_mamba2_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
     for config in filter(None, deferred_mamba2.variants(case, every=True)):
         assert "__gpu$xla.gpu.triton" in lower_selective_state_deferred("NVIDIA H200", case, config=config)
-    case = deferred_mamba1_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
-    for config in deferred_mamba1.variants(case, every=True):
-        assert "__gpu$xla.gpu.triton" in lower_selective_scan_deferred("NVIDIA H200", case, config=config)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")

@@ -10,21 +10,21 @@ from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import check_ring, checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule.deferred import mosaic_gpu, pallas_triton, xla
-from pallas_kernels.gated_delta_rule.deferred.config import ChannelConfig, DeferredConfig
+from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
 
 Pool = Float[Array, "layers blocks value_heads value_dim key_dim"]
 RingK = Float[Array, "layers slots key_heads places key_dim"]
 RingU = Float[Array, "layers slots value_heads places value_dim"]
-RingG = Float32[Array, "layers slots value_heads places"] | Float32[Array, "layers slots value_heads places key_dim"]
+RingG = Float32[Array, "layers slots value_heads places"]
 
 
 @checked
 def gated_delta_rule_deferred(
     qkv: Float[Array, "tokens channels"],
-    a: Float[Array, "tokens value_heads"] | Float[Array, "tokens value_heads key_dim"],
+    a: Float[Array, "tokens value_heads"],
     b: Float[Array, "tokens value_heads"],
     A_log: Float[Array, " value_heads"],
-    dt_bias: Float[Array, " value_heads"] | Float[Array, "value_heads key_dim"],
+    dt_bias: Float[Array, " value_heads"],
     pool: Pool,
     ring_k: RingK,
     ring_u: RingU,
@@ -43,20 +43,18 @@ def gated_delta_rule_deferred(
     scale: float | None = None,
     use_qk_l2norm: bool = True,
     implementation: Implementation | None = None,
-    config: DeferredConfig | ChannelConfig | None = None,
+    config: DeferredConfig | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool, RingK, RingU, RingG]:
     """Runs the gated delta rule over decode and verify rows, and writes a state only where a group of tokens ends.
 
-    It computes what `gated_delta_rule_update` computes, which has the equations, with a decay per head or, for Kimi delta
-    attention, per key channel. Instead of a state after each token it keeps an entry for each token in a ring. Positions
-    are cut into groups of L = places // 2 tokens, at the multiples of L. With the raw key k, its factor
-    n = 1 / sqrt(sum(k^2) + 1e-6) and the correction c = beta * (v - S (n k)), an entry is (k, u, g) where u = n c::
+    It computes what `gated_delta_rule_update` computes, which has the equations, with a decay per head. Instead of a
+    state after each token it keeps an entry for each token in a ring. Positions are cut into groups of L = places //
+    2 tokens, at the multiples of L. With the raw key k, its factor n = 1 / sqrt(sum(k^2) + 1e-6) and the correction c
+    = beta * (v - S (n k)), an entry is (k, u, g) where u = n c::
 
         S[p] = exp(g[base] + .. + g[p - 1]) S[base]
              + the sum over base <= i < p of exp(g[i + 1] + .. + g[p - 1]) u[i] k[i]^T
-
-    A decay per key channel scales the columns of S[base] and the channels of k[i].
 
     A row has its state S at position `base` in `read_block`, and the entries of the positions from base to position - 1
     in the ring of its slot, position i at place i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The row
@@ -77,26 +75,24 @@ def gated_delta_rule_deferred(
     accepted token depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how
     many came with a call, what other rows are, or which drafts were rejected, as long as those are finite. The kernels
     multiply on tensor cores, bfloat16 values as they are and float32 values in pieces of bfloat16: three for a float32
-    pool (a relative error of 2^-24), two otherwise, or as many as the `config` of "triton" says. With a decay per key
-    channel, keys and queries are decayed before they are multiplied, and everything is multiplied in float32. No exponent
-    of a decay is positive.
+    pool (a relative error of 2^-24), two otherwise, or as many as the `config` of "triton" says. No exponent of a decay
+    is positive.
 
-    Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), for the sum over entries; Kimi Team, "Kimi Linear"
-    (2025) for the decay per key channel; ReplaySSM of the Dao lab for a cache of entries instead of states.
+    Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), for the sum over entries; ReplaySSM of the
+    Dao lab for a cache of entries instead of states.
 
     Args:
         qkv: Outputs of the convolution, [queries | keys | values] of all rows, packed, the heads in order.
             channels = 2 * key_heads * key_dim + value_heads * value_dim.
-        a: Raw decay projection, per head, or per key channel for Kimi delta attention.
+        a: Raw decay projection, per head.
         b: Raw projection of beta, per head.
         A_log: Logarithm of the decay rate, per head.
-        dt_bias: Bias that is added to `a`. It has the trailing axes of `a`.
+        dt_bias: Bias that is added to `a`.
         pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
             otherwise, as the three arrays of the ring are.
         ring_k: Raw keys of the entries, in qkv's dtype.
         ring_u: Corrections of the entries.
-        ring_g: Log decays of the entries, with the trailing axes of `a` after the places. The places of a ring that hold no
-            entry of the row may hold anything.
+        ring_g: Log decays of the entries. The slots of a ring that hold no entry of the row may hold anything.
         layer: The layer whose blocks and rings are read and written.
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
@@ -114,10 +110,9 @@ def gated_delta_rule_deferred(
         use_qk_l2norm: Whether queries and keys are normalised to unit length first. If not, n is 1.
         implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA, Mosaic GPU
             if JAX's default device is a Hopper GPU and the kernel can run the arguments, and Triton otherwise. "mosaic_gpu"
-            needs JAX 0.11.2, bfloat16 inputs, a decay per head, key_dim and value_dim that are multiples of 64 (key_dim at
-            most 256), groups of 16 or 32 tokens, and no `config`.
-        config: Launch configuration of the Triton kernel: a `DeferredConfig`, or a `ChannelConfig` for a decay per key
-            channel. None selects the default.
+            needs JAX 0.11.2, bfloat16 inputs, key_dim and value_dim that are multiples of 64 (key_dim at most 256), groups
+            of 16 or 32 tokens, and no `config`.
+        config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
@@ -144,20 +139,6 @@ def gated_delta_rule_deferred(
     require(ring_k.dtype == qkv.dtype, f"{name}: ring_k must have qkv's dtype {qkv.dtype}, got {ring_k.dtype}")
     require(ring_k.shape[1] > 0, f"{name}: ring_k must have at least one slot, got {list(ring_k.shape)}")
     check_ring(name, "ring_k", places, max_query_tokens)
-    require(
-        dt_bias.shape == a.shape[1:],
-        f"{name}: dt_bias must have the shape {a.shape[1:]} of one token of a, got {dt_bias.shape}",
-    )
-    wanted = *ring_u.shape[:4], *a.shape[2:]
-    require(
-        ring_g.shape == wanted,
-        f"{name}: ring_g must be {list(wanted)} for log decays of shape {a.shape[1:]}, got {list(ring_g.shape)}",
-    )
-    kind = DeferredConfig if a.ndim == 2 else ChannelConfig
-    require(
-        config is None or isinstance(config, kind),
-        f"{name}: config must be a {kind.__name__} for log decays of shape {a.shape[1:]}, got {config!r}",
-    )
     require(lower_bound is None or lower_bound < 0, f"{name}: lower_bound must be negative or None, got {lower_bound}")
     if slot.shape[0] == 0:
         return jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype), pool, ring_k, ring_u, ring_g

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Case:
     """One call of the op: the lengths of its rows, the tokens of a group, and the sizes and dtypes of one layer.
 
-    `ring_dtype` is that of the corrections. `kda` means a decay per key channel, as in Kimi delta attention.
+    `ring_dtype` is that of the corrections.
     """
 
     name: str
@@ -20,17 +20,11 @@ class Case:
     dtype: str = "bfloat16"
     state_dtype: str = "float32"
     ring_dtype: str = "float32"
-    kda: bool = False
 
     @property
     def channels(self) -> int:
         """The channels of a token's queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def gate_shape(self) -> tuple[int, ...]:
-        """The shape of one token's log decays."""
-        return (self.value_heads, self.key_dim) if self.kda else (self.value_heads,)
 
     def pool_shapes(self, layers: int, blocks: int, slots: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """The shapes and dtypes of the pool and the ring, by the names of the op's arguments."""
@@ -39,11 +33,11 @@ class Case:
             pool=((layers, blocks, self.value_heads, self.value_dim, self.key_dim), self.state_dtype),
             ring_k=((layers, slots, self.key_heads, places, self.key_dim), self.dtype),
             ring_u=((layers, slots, self.value_heads, places, self.value_dim), self.ring_dtype),
-            ring_g=((layers, slots, self.value_heads, places, *self.gate_shape[1:]), "float32"),
+            ring_g=((layers, slots, self.value_heads, places), "float32"),
         )
 
 
-# The linear attention of Qwen3.5-35B-A3B and of Kimi-Linear, and OLMo-Hybrid's heads of 96 key and 192 value dims.
+# The linear attention of Qwen3.5-35B-A3B, and OLMo-Hybrid's heads of 96 key and 192 value dims.
 CASES = (
     *(
         Case(f"gdn {rows}x{tokens} {state}", (tokens,) * rows, state_dtype=state)
@@ -51,17 +45,6 @@ CASES = (
         for rows in (8, 64, 256)
         for tokens in (1, 4)
     ),
-    *(
-        Case(f"kda {rows}x{tokens} {state}{note}", (tokens,) * rows, group, 32, state_dtype=state, kda=True)
-        for rows, tokens, state in (
-            *((rows, tokens, "float32") for rows in (8, 64) for tokens in (1, 4)),
-            (256, 4, "float32"),
-            (64, 4, "bfloat16"),
-        )
-        for group, note in ((16, ""), (8, ", groups of 8"))
-    ),
-    Case("kda groups of 32", (12,) * 8, group=32, key_heads=32, kda=True),
-    Case("kda 96 x 192", (1, 4, 0, 2), key_heads=15, value_heads=30, key_dim=96, value_dim=192, kda=True),
     Case("gdn 8x4 float16", (4,) * 8, state_dtype="float16"),
     Case("gdn 64x4 bfloat16, corrections bfloat16", (4,) * 64, state_dtype="bfloat16", ring_dtype="bfloat16"),
     Case("gdn olmo", (1, 4, 0, 2, 3, 4, 1, 0), key_heads=30, value_heads=30, key_dim=96, value_dim=192),

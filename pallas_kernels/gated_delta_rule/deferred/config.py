@@ -1,4 +1,4 @@
-"""Launch configurations of the Triton kernels of deferred states."""
+"""Launch configuration of the Triton kernel of deferred states."""
 
 from dataclasses import dataclass
 
@@ -32,30 +32,6 @@ class DeferredConfig:
                 "DeferredConfig: block_value must be a multiple of tile_value, "
                 f"got {self.block_value} and {self.tile_value}"
             )
-
-
-@dataclass(frozen=True)
-class ChannelConfig:
-    """How the kernel for a decay per key channel cuts a head's state [value_dim, key_dim]. Sizes are powers of two.
-
-    Attributes:
-        tile_value: The number of value dims per program.
-        segment: The number of keys in a segment. Each row of the state is folded into segments. It sets the order of sums.
-        num_warps: The number of warps per program.
-    """
-
-    tile_value: int
-    segment: int
-    num_warps: int
-
-
-def default_channel_config(itemsize: int) -> ChannelConfig:
-    """Returns the configuration for states of `itemsize` bytes with a decay per key channel.
-
-    It does not depend on the number of rows, because a tile may set the order of sums. A thread has 16 bytes of a segment,
-    so that eight threads share a row of the state.
-    """
-    return ChannelConfig(tile_value=16, segment=32 if itemsize == 4 else 64, num_warps=1)
 
 
 def default_config(rows: int, itemsize: int) -> DeferredConfig:

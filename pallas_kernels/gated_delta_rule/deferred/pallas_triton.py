@@ -1,6 +1,6 @@
-"""Deferred states as Pallas kernels: one for a decay per head, and the launch of two for a decay per key channel.
+"""Deferred states as a Pallas kernel.
 
-A program of the first one has some value dims of one head of one row, in tiles, and all keys of them. The vectors of a
+A program has some value dims of one head of one row, in tiles, and all keys of them. The vectors of a
 row's tokens, keys first and then queries, are the rows of one tile. One product takes them all to a tile of the state, and
 one to the keys of the group. What is left for each token is one sum over the group's corrections. What does not depend on
 values is computed once for all tiles of a program.
@@ -18,14 +18,7 @@ from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels._tiles import iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule.deferred._factors import sizes
-from pallas_kernels.gated_delta_rule.deferred.channel_weights import channel_weights
-from pallas_kernels.gated_delta_rule.deferred.config import (
-    ChannelConfig,
-    DeferredConfig,
-    default_channel_config,
-    default_config,
-)
-from pallas_kernels.gated_delta_rule.deferred.values import values as run_values
+from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 
@@ -298,24 +291,13 @@ def gated_delta_rule_deferred(
     fold_block: jax.Array,
     *,
     max_query_tokens: int,
-    config: DeferredConfig | ChannelConfig | None = None,
+    config: DeferredConfig | None = None,
     interpret: bool = False,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Launches the kernel, or two if decays are per key channel. See api.py."""
+    """Launches the kernel. See api.py."""
     value_heads, value_dim = pool.shape[2:4]
-    if a.ndim == 3:
-        config = config or default_channel_config(pool.dtype.itemsize)
-        assert isinstance(config, ChannelConfig)
-        where = layer, query_start_loc, slot, base, position
-        vectors = sizes(max_query_tokens, ring_k.shape[3] // 2)[0]
-        operands = qkv, a, b, A_log, dt_bias, ring_k, ring_g, *where, fold_block
-        given = channel_weights(*operands, vectors=vectors, interpret=interpret, **options)
-        blocks = read_block, fold_block
-        out, pool, ring_u = run_values(given, qkv, pool, ring_u, *where, *blocks, config=config, interpret=interpret)
-        return out, pool, given["ring_k"], ring_u, given["ring_g"]
     config = config or default_config(slot.shape[0], pool.dtype.itemsize)
-    assert isinstance(config, DeferredConfig)
     rows = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
     inputs = dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_block=read_block, fold_block=fold_block) | rows
     outputs = {"out": jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype)}

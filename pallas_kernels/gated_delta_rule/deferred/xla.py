@@ -32,9 +32,8 @@ def gated_delta_rule_deferred(
     use_qk_l2norm: bool,
 ) -> tuple[jax.Array, ...]:
     """Advances packed rows. See api.py."""
-    # A token has a log decay per head and key channel, or one that all key channels of a head share.
-    A_log, dt_bias, a = A_log[:, None], dt_bias.reshape(dt_bias.shape[0], -1), a.reshape(*a.shape[:2], -1)
-    gates_of_ring, ring_g = ring_g.shape, ring_g.reshape(*ring_g.shape[:4], -1)
+    # All key channels of a head share a log decay.
+    A_log, dt_bias, a, ring_g = A_log[:, None], dt_bias[:, None], a[..., None], ring_g[..., None]
     value_heads, value_dim, key_dim = pool.shape[2:]
     key_heads, places = ring_k.shape[2:4]
     length = places // 2
@@ -103,4 +102,4 @@ def gated_delta_rule_deferred(
     out = jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype)
     where = query_start_loc, slot, base, position, read_block, fold_block
     out, pool, rings = run_rows(fold, advance, layer, where, length, out, pool, (ring_k, ring_u, ring_g))
-    return out, pool, *rings[:2], rings[2].reshape(gates_of_ring)
+    return out, pool, *rings[:2], rings[2][..., 0]
