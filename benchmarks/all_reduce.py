@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.cases import implementations, options_parser, run_cases
+from benchmarks.rows import Row
 from benchmarks.timing import span_per_turn
-from mamba_align_jax.load.rows import Row
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Mailboxes, all_reduce, all_reduce_rms_norm
 from pallas_kernels.all_reduce.cases import CASES, Case

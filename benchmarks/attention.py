@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cases import TUNE, options_parser, run_cases
+from benchmarks.rows import Row
 from benchmarks.timing import kernel_times
-from mamba_align_jax.load.rows import Row
 from pallas_kernels import paged_attention, token_rows
 from pallas_kernels.paged_attention.cases import DECODE_CASES, PROMPT_CASES, Case
 from pallas_kernels.paged_attention.config import Config

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.pipeline import DRAFTS, STEPS, kernels_per_step
+from benchmarks.rows import Row, append, environment
 from benchmarks.timing import kernel_times, span_per_turn
 from mamba_align_jax import (
     AlignConfig,
@@ -32,7 +33,6 @@ from mamba_align_jax import (
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.align.step import plan_finish
-from mamba_align_jax.load.rows import Row, append, environment
 
 LAYERS = (1, 30, 60)
 

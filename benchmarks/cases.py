@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mamba_align_jax.load.rows import Row, append, facts
+from benchmarks.rows import Row, append, facts
 
 TUNE = "time several configurations"
 ALWAYS_SHOWN = ("xla", "triton")

@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.cases import options_parser, run_cases
 from benchmarks.linear import ROTATION_BYTES
+from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times, span_per_turn
-from mamba_align_jax.load.rows import Row
 from pallas_kernels import UnsupportedError, product_chain
 from pallas_kernels.product_chain import Experts, Product, cases
 

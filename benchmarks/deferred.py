@@ -24,8 +24,8 @@ from benchmarks import deferred_delta_rule, deferred_mamba2
 from benchmarks.deferred_bench import TURNS, Bench
 from benchmarks.kernel_benchmark import ROTATION_BYTES
 from benchmarks.kernels import time_ours
+from benchmarks.rows import Row, append, facts
 from benchmarks.timing import copy_bandwidth, kernel_times
-from mamba_align_jax.load.rows import Row, append, facts
 from pallas_kernels.gated_delta_rule.deferred import cases as delta_rule_cases
 from pallas_kernels.selective_state_update.deferred import cases as mamba2_cases
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cases import implementations, options_parser, run_cases
+from benchmarks.rows import Row
 from benchmarks.timing import kernel_times, span_per_turn
-from mamba_align_jax.load.rows import Row
 from pallas_kernels import least_kept
 from pallas_kernels.least_kept.cases import CASES, Case
 from pallas_kernels.least_kept.config import Config

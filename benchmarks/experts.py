@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cases import TUNE, options_parser, run_cases
+from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
-from mamba_align_jax.load.rows import Row
 from pallas_kernels import choose_experts, mixture_of_experts
 from pallas_kernels.mixture_of_experts.cases import QWEN_CASES, Case
 from pallas_kernels.mixture_of_experts.config import Config, Product

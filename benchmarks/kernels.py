@@ -16,8 +16,8 @@ import jax
 
 from benchmarks import peers, prefill, update
 from benchmarks.kernel_benchmark import KernelBenchmark
+from benchmarks.rows import append, environment
 from benchmarks.timing import copy_bandwidth, span_per_turn, time_per_turn
-from mamba_align_jax.load.rows import append, environment
 
 OPS = update.OPS | prefill.OPS
 TURNS = 24

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cases import options_parser, run_cases
+from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
-from mamba_align_jax.load.rows import Row
 from pallas_kernels import linear, linear_sums
 from pallas_kernels.linear.cases import CASES, Case
 from pallas_kernels.linear.config import Config, default_config

@@ -30,14 +30,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from benchmarks.model_floor import Case, Ring, floor_us
+from benchmarks.random_model import MODELS, random_model
+from benchmarks.rows import Row, append, facts
 from benchmarks.scripted import ScriptedDrafter, ScriptedModel
 from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine import runner
 from mamba_align_jax.layers.moe import Experts, SharedExpertMoE
-from mamba_align_jax.load.random_model import MODELS, random_model
-from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.models.qwen3_5 import Config
 from mamba_align_jax.sharding import AXIS

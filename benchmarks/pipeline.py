@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernel_benchmark import ROTATION_BYTES, random_pool
+from benchmarks.rows import Row, append, environment
 from benchmarks.timing import kernel_times, span_per_turn
 from mamba_align_jax import (
     Additions,
@@ -52,7 +53,6 @@ from mamba_align_jax import (
 )
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.align.step import plan_finish
-from mamba_align_jax.load.rows import Row, append, environment
 from pallas_kernels import Implementation, causal_conv1d_update, gated_delta_rule_update
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 

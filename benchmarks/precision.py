@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.rows import Row, append, facts
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.pool import StatePool
@@ -35,7 +36,6 @@ from mamba_align_jax.align.step import begin_step, finish_step
 from mamba_align_jax.align.tables import BlockTables
 from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.kv import KVPages
-from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.models import ARCHITECTURES, load_model
 

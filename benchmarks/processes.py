@@ -33,9 +33,9 @@ import jax
 import numpy as np
 
 from benchmarks.programs import compile_programs
+from benchmarks.random_model import MODELS, random_model
+from benchmarks.rows import Row, append, facts
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.load.random_model import MODELS, random_model
-from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.processes import Processes
 from mamba_align_jax.sharding import AXIS

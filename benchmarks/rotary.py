@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cases import implementations, options_parser, run_cases
+from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
-from mamba_align_jax.load.rows import Row
 from pallas_kernels import rotate_and_store
 from pallas_kernels.rotary.cases import CASES, Case
 from pallas_kernels.rotary.config import Config

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rows import Row, append
 from mamba_align_jax.cache.events import CacheLog
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
@@ -27,7 +28,6 @@ from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.scheduler import Scheduler
-from mamba_align_jax.load.rows import Row, append
 from mamba_align_jax.load.workloads import MultiTurn, Tokens
 from mamba_align_jax.routing import StateRouter
 

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.random_model import MODELS, random_model
+from benchmarks.rows import Row, append, facts
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.load.client import serve
 from mamba_align_jax.load.metrics import summary
-from mamba_align_jax.load.random_model import MODELS, random_model
-from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import medians
 from mamba_align_jax.load.workloads import ClosedLoop, PrefixRepetition
 from mamba_align_jax.models import load_model

@@ -23,11 +23,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.programs import compile_programs
+from benchmarks.random_model import MODELS, random_model
+from benchmarks.rows import Row, append, facts
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.buckets import prefill_sizes
 from mamba_align_jax.engine.identity import weights_digest
-from mamba_align_jax.load.random_model import MODELS, random_model
-from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.models.qwen3_5 import FULL
 from mamba_align_jax.sharding import AXIS
 

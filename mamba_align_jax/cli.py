@@ -19,6 +19,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine import trace
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.load import bench
 from mamba_align_jax.load.modes import COMPARED_MODES
 from mamba_align_jax.serve import command as serving
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mamba_align_jax.engine.engine import Engine
 
 _CONSOLE = Console()
+_DTYPES = "float32", "bfloat16", "float16"
 
 
 @contextlib.contextmanager
@@ -256,19 +258,20 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from mamba_align_jax.load import bench
+    from mamba_align_jax.models import load_model
 
-    rows = bench.main(options.rest)
+    with _loading() as loaded:
+        model = load_model(options.model, options.dtype, loaded)
+    with _CONSOLE.status("") as status:
+        rows = bench.bench(model, options, lambda mode: status.update(f"timing {mode}"))
     table = Table(box=None, padding=(0, 2, 0, 0))
-    # In a narrow terminal the names of the cases are wrapped, so that the numbers stay whole.
-    table.add_column("case", overflow="fold")
-    for heading in ("TTFT", "p99", "TPOT", "ITL p99", "tokens/s", "hits", "idle"):
+    # In a narrow terminal the names of the modes are wrapped, so that the numbers stay whole.
+    table.add_column("mode", overflow="fold")
+    for heading in ("TTFT ms", "p99", "TPOT ms", "ITL p99", "tokens/s", "hits"):
         table.add_column(heading, justify="right", no_wrap=True)
     names = ("ttft_ms_mean", "ttft_ms_p99", "tpot_ms_mean", "itl_ms_p99", "output_tokens_per_s")
     for row in rows:
-        share = lambda name, row=row: f"{row[name]:.1%}" if name in row else ""
-        numbers = [f"{row[name]:.1f}" if name in row else "" for name in names]
-        table.add_row(row["case"], *numbers, share("hit_rate_of_attainable"), share("idle_share"))
+        table.add_row(row["mode"], *(f"{row[name]:.1f}" for name in names), f"{row['hit_rate_of_attainable']:.1%}")
     _CONSOLE.print(table)
     return 0
 
@@ -318,10 +321,11 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("--request", type=int, metavar="ID", help="print this request only")
     steps.set_defaults(run=_trace)
 
-    # The benchmark parses its own options.
-    help = "time the engine under load in every mode, or a server by --url (--help)"
-    bench = commands.add_parser("bench", help=help, add_help=False)
-    bench.set_defaults(run=_bench)
+    load = commands.add_parser("bench", help="time the engine under load, in several modes")
+    load.add_argument("--model", **model)
+    load.add_argument("--dtype", choices=_DTYPES, help="default: the dtype of the weights")
+    bench.add_options(load)
+    load.set_defaults(run=_bench)
     return parser
 
 
@@ -330,9 +334,7 @@ def _add_sampling(command: argparse.ArgumentParser, max_tokens: int) -> None:
     command.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s")
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: the most likely tokens")
     command.add_argument("--seed", type=int, default=0, metavar="N")
-    command.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the dtype of the weights"
-    )
+    command.add_argument("--dtype", choices=_DTYPES, help="default: the dtype of the weights")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -341,9 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     Bad input is reported in one line on stderr, with status 2. An interrupt has status 130, as in shells.
     """
     parser = _parser()
-    options, options.rest = parser.parse_known_args(arguments)
-    if options.rest and options.run is not _bench:
-        parser.error(f"unrecognized arguments: {' '.join(options.rest)}")
+    options = parser.parse_args(arguments)
     try:
         return options.run(options)
     except KeyboardInterrupt:

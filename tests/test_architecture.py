@@ -65,7 +65,7 @@ MAY_IMPORT = {
         "mamba_align_jax.models",
         "mamba_align_jax.engine",
     ),
-    "mamba_align_jax.load": ("mamba_align_jax._values", "mamba_align_jax.engine", "mamba_align_jax.models"),
+    "mamba_align_jax.load": ("mamba_align_jax._values", "mamba_align_jax.engine"),
     "mamba_align_jax.integrations": ("pallas_kernels", "mamba_align_jax.engine"),
     "mamba_align_jax.demo": ("mamba_align_jax.data", "mamba_align_jax.engine", "mamba_align_jax.load"),
     "mamba_align_jax.chat": ("mamba_align_jax.engine",),

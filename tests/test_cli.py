@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from mamba_align_jax import cli
 from mamba_align_jax.cli import main
@@ -121,6 +122,40 @@ def test_the_bundled_model_writes_words_and_accepts_drafts():
     spoken = [word for word in words if word.isalpha()]
     assert len(spoken) >= 10
     assert sum(word in known for word in spoken) >= 0.7 * len(spoken)
+
+
+def test_bench_times_each_mode_and_writes_its_rows(tmp_path, capsys, monkeypatch):
+    # A narrow terminal would wrap the names of the modes.
+    monkeypatch.setattr(cli, "_CONSOLE", Console(width=200))
+    file = tmp_path / "bench.jsonl"
+    sizes = (
+        "--runs=2",
+        "--prompts=4",
+        "--concurrency=1",
+        "--prefix=64",
+        "--suffix=8",
+        "--output=4",
+        "--max-num-batched-tokens=64",
+    )
+    modes = "--mode=none", "--mode=align/copy_free"
+    assert main(["bench", "--model", QUICK, *sizes, *modes, "--block-size=32", f"--json={file}"]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["mode"], row["runs"], row["requests"]) for row in rows] == [("none", 2, 4), ("align/copy_free", 2, 4)]
+    assert rows[0]["hit_rate_of_attainable"] == 0 < rows[1]["hit_rate_of_attainable"]
+    assert "align/copy_free" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--runs=0", "--runs must be at least 1, got 0"),
+        ("--seed=-1", "--seed must be at least 0, got -1"),
+        ("--rate=0", "OpenLoop: rate must be finite and greater than 0, got 0.0"),
+    ],
+)
+def test_bench_refuses_bad_options_before_it_makes_an_engine(option, message, capsys):
+    assert main(["bench", "--model", QUICK, option]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_line_imports_nothing_outside_the_wheel():

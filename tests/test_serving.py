@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
-from benchmarks import report
-from mamba_align_jax import EngineConfig, RequestOutput, cli
-from mamba_align_jax.cli import main
+from benchmarks import cells, idle, report, serving
+from benchmarks.random_model import TINY, random_model
+from mamba_align_jax import EngineConfig, RequestOutput
 from mamba_align_jax.engine import buckets, runner
 from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.load import bench, cells, client, idle, runs
+from mamba_align_jax.load import client
 from mamba_align_jax.load.client import Served, serve
 from mamba_align_jax.load.metrics import attainable, summary
 from mamba_align_jax.load.modes import COMPARED_MODES
-from mamba_align_jax.load.random_model import TINY, random_model
 from mamba_align_jax.load.workloads import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition
 
 REPETITION = PrefixRepetition(prefix=32, suffix=8, output=4, prompts=10)
@@ -214,9 +212,7 @@ def finite(value):
 
 
 @pytest.mark.deep
-def test_bench_writes_complete_rows_without_the_benchmarks_folder(tmp_path, capsys, monkeypatch):
-    # An installed wheel has no `benchmarks`.
-    monkeypatch.setitem(sys.modules, "benchmarks", None)
+def test_the_serving_benchmark_writes_complete_rows(tmp_path, capsys, monkeypatch):
     # There is no GPU to trace, so the trace that is read is a made one. Everything before that runs.
     monkeypatch.setattr(idle, "read", lambda trace, count: idle.measure(idle.kernels(xspace(steps(count))), count))
     # These two programs are enough for greedy requests.
@@ -225,12 +221,10 @@ def test_bench_writes_complete_rows_without_the_benchmarks_folder(tmp_path, caps
         "buckets",
         [buckets.Bucket(2, 8, 32, Level.MOST_LIKELY), buckets.Bucket(2, 0, 0, Level.MOST_LIKELY)],
     )
-    # A narrow terminal would wrap the names of the cases. The console has read its width from the environment already.
-    monkeypatch.setattr(cli, "_CONSOLE", Console(width=200))
     file = tmp_path / "serving.jsonl"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | CHOICES).items()]
     workloads = ["--workload=prefix_repetition", "--workload=multi_turn"]
-    assert main(["bench", *arguments, *workloads, f"--json={file}", f"--trace-dir={tmp_path / 'traces'}"]) == 0
+    serving.main([*arguments, *workloads, f"--json={file}", f"--trace-dir={tmp_path / 'traces'}"])
     waits, *rows = (json.loads(line) for line in file.read_text().splitlines())
     about = dict(workload="decode_idle", rows=2, steps=2, context="prefix_repetition")
     assert {name: waits[name] for name in about} == about
@@ -264,12 +258,12 @@ class Group:
 
     def __init__(self, monkeypatch, clock, **choices):
         self.alive, self.clock = [], clock
-        self.options = bench.parser().parse_args([f"--{name}={value}" for name, value in choices.items()])
-        self.cells, self.results = list(cells.cells(self.options)), bench.Results(self.options)
+        self.options = serving.parser().parse_args([f"--{name}={value}" for name, value in choices.items()])
+        self.cells, self.results = list(cells.cells(self.options)), serving.Results(self.options)
         config = SimpleNamespace(**dict.fromkeys(EngineConfig.__dataclass_fields__, 0))
-        fakes = dict(time=clock, start_engine=self.start, run_cell=self.run_cell, free_pools=self.alive.remove)
+        fakes = dict(time=clock, start_engine=self.start, run_load=self.run_load, free_pools=self.alive.remove)
         for name, fake in fakes.items():
-            monkeypatch.setattr(bench, name, fake)
+            monkeypatch.setattr(serving, name, fake)
         self.engine = lambda cell: SimpleNamespace(of=cell.engine, config=config)
 
     def start(self, model, cell, longest, results):
@@ -277,15 +271,14 @@ class Group:
         self.alive.append(self.engine(cell))
         return self.alive[-1]
 
-    def run_cell(self, engine, cell, options):
+    def run_load(self, engine, workload, loop, seed):
         assert engine in self.alive
-        assert engine.of == cell.engine
         self.clock.sleep(10)
         times = dict.fromkeys(("ttft_ms_mean", "ttft_ms_p99", "tpot_ms_mean", "itl_ms_p99"), self.clock.now)
         return times | dict(seconds=10.0, output_tokens_per_s=1.0, hit_rate_of_attainable=1.0)
 
     def run(self, deadline):
-        bench.run_group(None, self.cells, 100, self.results, deadline)
+        serving.run_group(None, self.cells, 100, self.results, deadline)
         assert not self.alive
         return [(row["mode"], row["runs"]) for row in self.results.rows]
 
@@ -302,7 +295,7 @@ def test_every_mode_has_its_first_run_before_any_mode_has_its_second(clock, monk
 
 def test_no_run_starts_that_is_expected_to_end_after_the_deadline(clock, monkeypatch):
     """The first run of a cell is expected to take its guess, a later one as long as the one before."""
-    chosen = cells.cells(bench.parser().parse_args(["--prompts=512"]))
+    chosen = cells.cells(serving.parser().parse_args(["--prompts=512"]))
     first, *_, last = (cells.COMPILE_S + cell.guess_s for cell in chosen)
 
     def run(deadline, runs):
@@ -323,7 +316,7 @@ def test_cells_that_draft_in_the_same_way_follow_each_other():
         "--loop=open",
         "--loop=closed",
     ]
-    chosen = list(cells.cells(bench.parser().parse_args([*options, "--prompts=9"])))
+    chosen = list(cells.cells(serving.parser().parse_args([*options, "--prompts=9"])))
     kinds = [("none", 0), ("prompt_lookup", 3), ("mtp", 3)]
     wanted = [(*kind, loop, mode) for kind in kinds for loop in ("open", "closed") for mode in COMPARED_MODES]
     assert [(cell.speculation, cell.num_drafts, cell.loop.name, cell.mode) for cell in chosen] == wanted
@@ -332,17 +325,17 @@ def test_cells_that_draft_in_the_same_way_follow_each_other():
 
 
 def test_a_mode_that_only_some_models_serve_runs_if_it_is_named():
-    options = bench.parser().parse_args(["--mode=align/deferred", "--prompts=9"])
+    options = serving.parser().parse_args(["--mode=align/deferred", "--prompts=9"])
     (cell,) = cells.cells(options)
     config = cells.engine_config(options, cell, random_model(TINY), 1000)
     assert (config.prefix_cache, config.policy) == ("align", "deferred")
-    assert "align/deferred" not in {cell.mode for cell in cells.cells(bench.parser().parse_args(["--prompts=9"]))}
+    assert "align/deferred" not in {cell.mode for cell in cells.cells(serving.parser().parse_args(["--prompts=9"]))}
 
 
 def test_idle_refuses_more_steps_than_the_answers_have():
     engine: object = SimpleNamespace(config=SimpleNamespace(num_speculative_tokens=3))
     with pytest.raises(ValueError, match="--idle must be at most 32 for answers of 512 tokens, got 33"):
-        runs.decode_idle(engine, PrefixRepetition(), 33)
+        idle.decode_idle(engine, PrefixRepetition(), 33)
 
 
 def xspace(events, line="Stream #13(Compute)", plane="/device:GPU:0"):

@@ -1,13 +1,15 @@
 """Summarises a load that was served: latencies, rates, and how much the prefix cache returned of what it could have."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.load.client import Run, Served
-from mamba_align_jax.load.rows import Row
 from mamba_align_jax.load.workloads import Tokens
+
+Row = dict[str, Any]
 
 
 def attainable(requests: Iterable[Served], block_size: int) -> list[int]:

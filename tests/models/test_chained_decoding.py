@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.random_model import QWEN3_5_4B, random_model
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.layers import chain
-from mamba_align_jax.load.random_model import QWEN3_5_4B, random_model
 from mamba_align_jax.models.qwen3_5 import FULL, LINEAR
 from pallas_kernels.product_chain import Convolution, _schedule
 

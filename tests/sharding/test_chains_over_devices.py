@@ -15,10 +15,10 @@ from models.test_chained_decoding import (
     without_convolution,
 )
 
+from benchmarks.random_model import random_model
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.engine import runner
 from mamba_align_jax.layers import exchange
-from mamba_align_jax.load.random_model import random_model
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Mailboxes
 from pallas_kernels.product_chain import _schedule

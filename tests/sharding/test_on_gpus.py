@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from benchmarks.random_model import random_model
 from benchmarks.sharding import SMALL
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.load.random_model import random_model
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import can_write_each_other
 

@@ -176,7 +176,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 2)
 from mamba_align_jax import EngineConfig, SamplingParams
-from mamba_align_jax.load.random_model import TINY, random_model
+from benchmarks.random_model import TINY, random_model
 from mamba_align_jax.processes import Processes
 
 sizes = dict(num_state_blocks=20, num_kv_pages=80, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=64)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.rows import Row
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.sizing import align_config
 from mamba_align_jax.load.modes import COMPARED_MODES, MODES
-from mamba_align_jax.load.rows import Row
 from mamba_align_jax.load.workloads import ClosedLoop, Loop, MultiTurn, OpenLoop, PrefixRepetition, Workload
 
 # Guesses of seconds for the large model on an H200, so that a run's length is known before it starts: a decode step of 16
@@ -75,7 +75,7 @@ def load_sizes(workload: Workload, loop: Loop) -> Row:
 
 
 def loads(options: argparse.Namespace) -> list[tuple[Workload, Loop]]:
-    """Returns the workloads that the options of `mamba-align bench` ask for, each with each loop."""
+    """Returns the workloads that the options of the serving benchmark ask for, each with each loop."""
     workloads: dict[str, Workload] = {
         "prefix_repetition": PrefixRepetition(
             prefix=options.prefix, suffix=options.suffix, output=options.output, prefixes=options.prefixes,
@@ -95,7 +95,7 @@ def loads(options: argparse.Namespace) -> list[tuple[Workload, Loop]]:
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yields the cells that the options of `mamba-align bench` ask for.
+    """Yields the cells that the options of the serving benchmark ask for.
 
     Cells that draft in the same way follow each other; among them the mode changes first.
     """
@@ -115,7 +115,7 @@ def engine_config(options: argparse.Namespace, cell: Cell, model: Any, longest: 
     least recently used of the rest are evicted.
 
     Args:
-        options: The options of `mamba-align bench`.
+        options: The options of the serving benchmark.
         cell: The cell.
         model: The model that the engine will serve.
         longest: The number of tokens of the longest sequence of any cell.
