@@ -1,23 +1,22 @@
 """The contract of a mixer: a layer through which the tokens of a sequence see each other, over pools.
 
-A new mixer is a file of its own in this folder and a line in `registry.py`.
+A new mixer is a file of its own in this folder. What follows the protocol is a mixer; there is no list of them.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.exchange import Outputs
+from mamba_align_jax.layers.split import Splittable
 from mamba_align_jax.metadata.layer_step import LayerStep
-
-if TYPE_CHECKING:
-    from mamba_align_jax.layers.split import Cut
 
 # The kind of every mixer that keeps keys and values in pages instead of states in blocks.
 ATTENTION = "attention"
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """A layer that reads and writes pools.
 
@@ -70,13 +69,6 @@ class AttentionMixer(Mixer, Protocol):
         ...
 
 
-class SplitMixer(Mixer, Protocol):
+@runtime_checkable
+class SplitMixer(Mixer, Splittable, Protocol):
     """A mixer that tensor parallelism can split."""
-
-    def split(self, cut: "Cut") -> None:
-        """Places the parameters on the mesh, and makes the layer's sizes those of one device's share.
-
-        Raises:
-            ValueError: the number of heads or channels is not a multiple of the number of devices.
-        """
-        ...

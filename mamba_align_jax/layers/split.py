@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -130,3 +131,16 @@ class Cut:
         """Splits a product's inputs. Its outputs are then summed over the devices, and the bias is added once."""
         self.put(linear.weight, 1, [part])
         linear.axis = AXIS
+
+
+@runtime_checkable
+class Splittable(Protocol):
+    """A module whose parameters are divided among devices. Those of all other modules are copied to every device."""
+
+    def split(self, cut: Cut) -> None:
+        """Places the parameters on the mesh, and makes the module's sizes those of one device's share.
+
+        Raises:
+            ValueError: the number of heads or channels is not a multiple of the number of devices.
+        """
+        ...

@@ -3,21 +3,16 @@
 Source: IBM, Princeton, CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model" (2024).
 """
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 from flax import nnx
 
-from mamba_align_jax.layers.attention import Attention
-from mamba_align_jax.layers.mamba2 import Mamba2Mixer
-from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.residual import Residual
-from mamba_align_jax.metadata.step_inputs import StepInputs
-from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, mamba_head_dim, require, rotation
+from mamba_align_jax.models.hybrid import PreNormLayer, attention, mamba2
 from mamba_align_jax.models.sources import Source, named
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -80,56 +75,24 @@ def _kinds(attention: tuple[int, ...], layers: int) -> list[str]:
     return [FULL if number in attention else LINEAR for number in range(layers)]
 
 
-class Layer(nnx.Module):
+class Layer(PreNormLayer):
     """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
+
+    norm_names = "input_layernorm", "pre_ff_layernorm"
+    mixer_names = "mamba", "self_attn"
+    feed_forward_name = "feed_forward"
 
     def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
         """Makes layer `number` with random weights."""
-        c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps)
-        self.input_layernorm = norm(c.hidden_size)
-        self.pre_ff_layernorm = norm(c.hidden_size)
+        c = config
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.pre_ff_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if number in c.attn_layer_indices:
-            self.self_attn = Attention(
-                c.hidden_size,
-                heads=c.num_attention_heads,
-                kv_heads=c.num_key_value_heads,
-                head_dim=c.head_dim,
-                dtype=c.dtype,
-                rngs=rngs,
-                rotary_dim=int(c.head_dim * c.partial_rotary_factor),
-                rope_theta=c.rope_theta,
-                rope_scaling=c.rope_scaling,
-                bias=c.attention_bias,
-            )
+            rotary_dim = int(c.head_dim * c.partial_rotary_factor)
+            self.self_attn = attention(c, rngs, rotary_dim=rotary_dim, bias=c.attention_bias)
         else:
-            self.mamba = Mamba2Mixer(
-                c.hidden_size,
-                heads=c.mamba_n_heads,
-                head_dim=c.mamba_d_head,
-                state_dim=c.mamba_d_state,
-                groups=c.mamba_n_groups,
-                width=c.mamba_d_conv,
-                dtype=c.dtype,
-                rngs=rngs,
-                epsilon=c.rms_norm_eps,
-                conv_bias=c.mamba_conv_bias,
-                in_bias=c.mamba_proj_bias,
-                out_bias=c.mamba_proj_bias,
-            )
+            self.mamba = mamba2(c, rngs)
         self.feed_forward = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
-
-    @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """The layer's one mixer."""
-        return (self.mamba if hasattr(self, "mamba") else self.self_attn,)
-
-    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
-        """Runs a step's packed tokens: see `causal_lm.Layer`."""
-        (mixer,) = self.mixers
-        normed, x = x.normed(self.input_layernorm)
-        out, carry = carry.mix(mixer, normed, step)
-        normed, x = x.add(out).normed(self.pre_ff_layernorm)
-        return x.add(self.feed_forward(normed)), carry
 
 
 class Model(CausalLM):

@@ -6,9 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.exchange import Outputs
-from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
@@ -16,6 +14,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, agree, mamba_head_dim, require, rotation
+from mamba_align_jax.models.hybrid import attention, mamba2
 from mamba_align_jax.models.sources import Source, named
 
 
@@ -95,37 +94,10 @@ class Layer(nnx.Module):
         c = self.config = config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.pre_ff_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mamba = Mamba2Mixer(
-            c.hidden_size,
-            heads=c.mamba_n_heads,
-            head_dim=c.mamba_d_head,
-            state_dim=c.mamba_d_state,
-            groups=c.mamba_n_groups,
-            width=c.mamba_d_conv,
-            dtype=c.dtype,
-            rngs=rngs,
-            epsilon=c.rms_norm_eps,
-            norm=c.mamba_rms_norm,
-            norm_before_gate=c.mamba_norm_before_gate,
-            conv_bias=c.mamba_conv_bias,
-            in_bias=c.mamba_proj_bias,
-            out_bias=c.projectors_bias,
-            multipliers=c.ssm_multipliers,
-        )
-        self.self_attn = Attention(
-            c.hidden_size,
-            heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads,
-            head_dim=c.head_dim,
-            dtype=c.dtype,
-            rngs=rngs,
-            rotary_dim=c.head_dim,
-            rope_theta=c.rope_theta,
-            rope_scaling=c.rope_scaling,
-            bias=c.attention_bias,
-            # The factor of the keys has the same effect as a factor of the scores.
-            scale=c.key_multiplier * c.head_dim**-0.5,
-        )
+        options = dict(norm=c.mamba_rms_norm, norm_before_gate=c.mamba_norm_before_gate, multipliers=c.ssm_multipliers)
+        self.mamba = mamba2(c, rngs, out_bias=c.projectors_bias, **options)
+        # The factor of the keys has the same effect as a factor of the scores.
+        self.self_attn = attention(c, rngs, bias=c.attention_bias, scale=c.key_multiplier * c.head_dim**-0.5)
         self.feed_forward = FeedForward(c, rngs)
 
     @property

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
-from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, MixtureOfExperts
@@ -19,6 +17,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, mamba_head_dim, require, rotation
+from mamba_align_jax.models.hybrid import attention, mamba2
 from mamba_align_jax.models.sources import Source, named, tensor
 from pallas_kernels import Implementation
 
@@ -107,34 +106,11 @@ class Layer(nnx.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if kind == MAMBA:
-            self.mamba = Mamba2Mixer(
-                c.hidden_size,
-                heads=c.mamba_n_heads,
-                head_dim=c.mamba_d_head,
-                state_dim=c.mamba_d_state,
-                groups=c.mamba_n_groups,
-                width=c.mamba_d_conv,
-                dtype=c.dtype,
-                rngs=rngs,
-                epsilon=c.rms_norm_eps,
-                conv_bias=c.mamba_conv_bias,
-                in_bias=c.mamba_proj_bias,
-                out_bias=c.mamba_proj_bias,
-            )
+            self.mamba = mamba2(c, rngs)
         else:
-            self.self_attn = Attention(
-                c.hidden_size,
-                heads=c.num_attention_heads,
-                kv_heads=c.num_key_value_heads,
-                head_dim=c.head_dim,
-                dtype=c.dtype,
-                rngs=rngs,
-                rotary_dim=c.head_dim if c.position_embedding_type == "rope" else 0,
-                rope_theta=c.rope_theta,
-                rope_scaling=c.rope_scaling,
-                bias=c.attention_bias,
-                scale=c.attention_multiplier,
-            )
+            rotary_dim = c.head_dim if c.position_embedding_type == "rope" else 0
+            options = dict(bias=c.attention_bias, scale=c.attention_multiplier)
+            self.self_attn = attention(c, rngs, rotary_dim=rotary_dim, **options)
         self.shared_mlp = GatedMLP(c.hidden_size, c.shared_intermediate_size, c.dtype, rngs)
         self.block_sparse_moe = MoE(c, rngs) if c.num_local_experts else None
 

@@ -17,14 +17,12 @@ from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
-from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, MixtureOfExperts
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.residual import Residual
-from mamba_align_jax.metadata.step_inputs import StepInputs
-from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+from mamba_align_jax.models.hybrid import PreNormLayer
 from mamba_align_jax.models.sources import Source, experts, named
 from pallas_kernels import Implementation
 
@@ -106,8 +104,12 @@ class MoE(MixtureOfExperts):
         )
 
 
-class Layer(nnx.Module):
+class Layer(PreNormLayer):
     """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
+
+    norm_names = "input_layernorm", "pre_ff_layernorm"
+    mixer_names = "mamba", "self_attn"
+    feed_forward_name = "feed_forward"
 
     def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
         """Makes layer `number` with random weights."""
@@ -135,19 +137,6 @@ class Layer(nnx.Module):
             self.feed_forward = MoE(c, rngs)
         else:
             self.feed_forward = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
-
-    @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """The layer's one mixer."""
-        return (self.mamba if hasattr(self, "mamba") else self.self_attn,)
-
-    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
-        """Runs a step's packed tokens: see `causal_lm.Layer`."""
-        (mixer,) = self.mixers
-        normed, x = x.normed(self.input_layernorm)
-        out, carry = carry.mix(mixer, normed, step)
-        normed, x = x.add(out).normed(self.pre_ff_layernorm)
-        return x.add(carry.feed_forward(self.feed_forward, normed, step)), carry
 
 
 class Model(CausalLM):

@@ -11,15 +11,13 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
-from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, SharedExpertsMoE, SigmoidGate
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.residual import Residual
-from mamba_align_jax.metadata.step_inputs import StepInputs
-from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require
+from mamba_align_jax.models.hybrid import PreNormLayer
 from mamba_align_jax.models.sources import Source, experts, joined, mapped, named, parts, taps, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -138,8 +136,10 @@ class Config(ModelConfig):
         return {**fields, "layer_types": kinds, "mlp_layer_types": tuple(feeds), "model_type": cls.model_type}
 
 
-class Layer(nnx.Module):
+class Layer(PreNormLayer):
     """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
+
+    takes_chains = True
 
     def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
         """Makes layer `number` with random weights."""
@@ -190,18 +190,6 @@ class Layer(nnx.Module):
         )
         number = c.num_experts + c.num_shared_experts
         self.mlp = SharedExpertsMoE(gate, Experts(number, c.hidden_size, c.moe_intermediate_size, c.dtype, rngs))
-
-    @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """The layer's one mixer."""
-        return (self.self_attn,)
-
-    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
-        """Runs a step's packed tokens: see `causal_lm.Layer`."""
-        normed, x = x.chained(self.input_layernorm)
-        out, carry = carry.mix(self.self_attn, normed, step)
-        normed, x = x.add(out).chained(self.post_attention_layernorm)
-        return x.add(carry.feed_forward(self.mlp, normed, step)), carry
 
 
 class Model(CausalLM):

@@ -13,17 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.exchange import Outputs
-from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, MixtureOfExperts, SigmoidGate
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.layers.short_conv import ShortConv
-from mamba_align_jax.metadata.step_inputs import StepInputs
-from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require, rotation
+from mamba_align_jax.models.hybrid import PreNormLayer, attention
 from mamba_align_jax.models.sources import Source, experts, named, parts, taps, tensor
 from pallas_kernels import Implementation
 
@@ -114,8 +111,12 @@ class MoE(MixtureOfExperts):
         return self.experts.sums(x, chosen, weights * self.scale, implementation)
 
 
-class Layer(nnx.Module):
+class Layer(PreNormLayer):
     """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
+
+    norm_names = "operator_norm", "ffn_norm"
+    mixer_names = "conv", "self_attn"
+    feed_forward_name = "feed_forward"
 
     def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
         """Makes layer `number` with random weights."""
@@ -125,35 +126,11 @@ class Layer(nnx.Module):
         if c.layer_types[number] == CONV:
             self.conv = ShortConv(c.hidden_size, c.conv_L_cache, c.dtype, rngs, bias=c.conv_bias)
         else:
-            self.self_attn = Attention(
-                c.hidden_size,
-                heads=c.num_attention_heads,
-                kv_heads=c.num_key_value_heads,
-                head_dim=c.head_dim,
-                dtype=c.dtype,
-                rngs=rngs,
-                rotary_dim=c.head_dim,
-                rope_theta=c.rope_theta,
-                rope_scaling=c.rope_scaling,
-                norm=norm,
-            )
+            self.self_attn = attention(c, rngs, norm=norm)
         if number < c.num_dense_layers:
             self.feed_forward = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
         else:
             self.feed_forward = MoE(c, rngs)
-
-    @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """The layer's one mixer."""
-        return (self.conv if hasattr(self, "conv") else self.self_attn,)
-
-    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
-        """Runs a step's packed tokens: see `causal_lm.Layer`."""
-        (mixer,) = self.mixers
-        normed, x = x.normed(self.operator_norm)
-        out, carry = carry.mix(mixer, normed, step)
-        normed, x = x.add(out).normed(self.ffn_norm)
-        return x.add(carry.feed_forward(self.feed_forward, normed, step)), carry
 
 
 class Model(CausalLM):

@@ -13,7 +13,6 @@ from flax import nnx
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.registry import MIXERS
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
@@ -62,7 +61,7 @@ class Layer(nnx.Module):
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         """The layer's one mixer; () if it has a feed-forward layer instead."""
-        return (self.mixer,) if isinstance(self.mixer, MIXERS) else ()
+        return (self.mixer,) if isinstance(self.mixer, Mixer) else ()
 
     def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
         """Runs a step's packed tokens: see `causal_lm.Layer`."""

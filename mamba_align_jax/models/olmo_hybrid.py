@@ -7,15 +7,13 @@ from typing import Any
 
 from flax import nnx
 
-from mamba_align_jax.layers.attention import Attention
-from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
-from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.hybrid import PreNormLayer, attention, gated_delta_net
 from mamba_align_jax.models.sources import Source, joined, named, parts, taps
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -65,7 +63,7 @@ class Config(ModelConfig):
         }
 
 
-class Layer(nnx.Module):
+class Layer(PreNormLayer):
     """Computes x = x + mixer(norm(x)), then x = x + mlp(norm(x)), with a gated delta net as the mixer.
 
     With attention it computes x = x + norm(attention(x)), then x = x + norm(mlp(x)).
@@ -78,46 +76,17 @@ class Layer(nnx.Module):
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
         if kind == LINEAR:
             self.input_layernorm = norm(c.hidden_size)
-            self.linear_attn = GatedDeltaNet(
-                c.hidden_size,
-                key_heads=c.linear_num_key_heads,
-                value_heads=c.linear_num_value_heads,
-                key_dim=c.linear_key_head_dim,
-                value_dim=c.linear_value_head_dim,
-                width=c.linear_conv_kernel_dim,
-                epsilon=_OUTPUT_NORM_EPS,
-                dtype=c.dtype,
-                rngs=rngs,
-                allow_neg_eigval=c.linear_allow_neg_eigval,
-            )
+            options = dict(epsilon=_OUTPUT_NORM_EPS, allow_neg_eigval=c.linear_allow_neg_eigval)
+            self.linear_attn = gated_delta_net(c, rngs, **options)
         else:
             self.post_feedforward_layernorm = norm(c.hidden_size)
-            self.self_attn = Attention(
-                c.hidden_size,
-                heads=c.num_attention_heads,
-                kv_heads=c.num_key_value_heads,
-                head_dim=c.head_dim,
-                dtype=c.dtype,
-                rngs=rngs,
-                rotary_dim=c.head_dim if c.rope_theta else 0,
-                rope_theta=c.rope_theta,
-                rope_scaling=c.rope_scaling,
-                norm=norm,
-                norm_whole=True,
-            )
-
-    @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """The layer's one mixer."""
-        return (self.linear_attn if hasattr(self, "linear_attn") else self.self_attn,)
+            rotary_dim = c.head_dim if c.rope_theta else 0
+            self.self_attn = attention(c, rngs, rotary_dim=rotary_dim, norm=norm, norm_whole=True)
 
     def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
         """Runs a step's packed tokens: see `causal_lm.Layer`."""
         if hasattr(self, "linear_attn"):
-            normed, x = x.normed(self.input_layernorm)
-            out, carry = carry.mix(self.linear_attn, normed, step)
-            normed, x = x.add(out).normed(self.post_attention_layernorm)
-            return x.add(self.mlp(normed)), carry
+            return super().__call__(x, step, carry)
         value = x.settled()
         out, carry = carry.mix(self.self_attn, value, step)
         value = value + self.post_attention_layernorm(x.total(out, value.dtype))

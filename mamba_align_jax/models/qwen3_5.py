@@ -6,16 +6,12 @@ from typing import Any
 
 from flax import nnx
 
-from mamba_align_jax.layers.attention import Attention
-from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
-from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.residual import Residual
-from mamba_align_jax.metadata.step_inputs import StepInputs
-from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.hybrid import PreNormLayer, attention, gated_delta_net
 from mamba_align_jax.models.mtp import MTPHead
 from mamba_align_jax.models.sources import Source, experts, joined, named, tensor
 
@@ -88,8 +84,10 @@ class Config(ModelConfig):
         }
 
 
-class Layer(nnx.Module):
+class Layer(PreNormLayer):
     """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
+
+    takes_chains = True
 
     def __init__(self, config: Config, kind: str, is_sparse: bool, rngs: nnx.Rngs) -> None:
         """Makes a layer with random weights. `kind` is its entry in `layer_types`. With `is_sparse` it has experts."""
@@ -110,44 +108,10 @@ class Layer(nnx.Module):
         else:
             self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
         if kind == LINEAR:
-            self.linear_attn = GatedDeltaNet(
-                c.hidden_size,
-                key_heads=c.linear_num_key_heads,
-                value_heads=c.linear_num_value_heads,
-                key_dim=c.linear_key_head_dim,
-                value_dim=c.linear_value_head_dim,
-                width=c.linear_conv_kernel_dim,
-                epsilon=c.rms_norm_eps,
-                dtype=c.dtype,
-                rngs=rngs,
-            )
+            self.linear_attn = gated_delta_net(c, rngs)
         else:
-            self.self_attn = Attention(
-                c.hidden_size,
-                heads=c.num_attention_heads,
-                kv_heads=c.num_key_value_heads,
-                head_dim=c.head_dim,
-                dtype=c.dtype,
-                rngs=rngs,
-                rotary_dim=int(c.head_dim * c.partial_rotary_factor),
-                rope_theta=c.rope_theta,
-                rope_scaling=c.rope_scaling,
-                gated=True,
-                norm=norm,
-            )
-
-    @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """The layer's one mixer."""
-        return (self.linear_attn if hasattr(self, "linear_attn") else self.self_attn,)
-
-    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
-        """Runs a step's packed tokens: see `causal_lm.Layer`."""
-        (mixer,) = self.mixers
-        normed, x = x.chained(self.input_layernorm)
-        out, carry = carry.mix(mixer, normed, step)
-        normed, x = x.add(out).chained(self.post_attention_layernorm)
-        return x.add(carry.feed_forward(self.mlp, normed, step)), carry
+            rotary_dim = int(c.head_dim * c.partial_rotary_factor)
+            self.self_attn = attention(c, rngs, rotary_dim=rotary_dim, gated=True, norm=norm)
 
 
 class Model(CausalLM):

@@ -10,19 +10,11 @@ from jax.sharding import PartitionSpec as P
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.layers.exchange import Exchange
 from mamba_align_jax.layers.linear import ConvTaps
-from mamba_align_jax.layers.mixer import ATTENTION
+from mamba_align_jax.layers.mixer import ATTENTION, SplitMixer
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention
-from mamba_align_jax.layers.mlp import GatedMLP
-from mamba_align_jax.layers.moe import Experts
-from mamba_align_jax.layers.registry import MIXERS
-from mamba_align_jax.layers.shared_block import AdaptedMLP, SharedMLP
-from mamba_align_jax.layers.split import Cut
-from mamba_align_jax.models import nemotron_h
+from mamba_align_jax.layers.split import Cut, Splittable
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.sharding import AXIS, Layout, Part, pool_partition, repeats
-
-# Modules with a method `split`. The parameters of all other modules are copied to every device.
-_SPLIT = (AdaptedMLP, CausalLM, GatedMLP, nemotron_h.MLP, Experts, SharedMLP, *MIXERS)
 
 
 def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
@@ -41,22 +33,21 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
         A model whose weights lie on the mesh, and the layout, whose `run` runs the model's code on every device.
 
     Raises:
-        ValueError: a layer does not divide, or a mixer's class is not in `layers.registry.MIXERS`. The layer or the
-            class is named.
+        ValueError: a layer does not divide, or a mixer has no method `split`. The layer or the mixer's class is named.
     """
     cut, groups, heads = Cut(mesh), model.state_groups(), model.kv_spec().num_heads
     for mixers in model.mixers().values():
         for mixer in mixers:
-            if not isinstance(mixer, MIXERS):
+            if not isinstance(mixer, SplitMixer):
                 raise ValueError(
-                    "shard_model: mixers must be instances of layers.registry.MIXERS to be split, got "
+                    "shard_model: mixers must have a method split (layers.mixer.SplitMixer), got "
                     f"{type(mixer).__name__} of kind {mixer.kind!r}"
                 )
     graph, state = nnx.split(model)
     # The variables of `state` are the model's own, so the copy gets new ones.
     model = nnx.merge(graph, jax.tree.map(lambda array: array, state))
     for path, module in list(nnx.iter_modules(model)):
-        if isinstance(module, _SPLIT):
+        if isinstance(module, Splittable):
             try:
                 module.split(cut)
             except ValueError as error:

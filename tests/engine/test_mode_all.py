@@ -9,8 +9,6 @@ from fakes.speller import Speller, next_token
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.sizing import align_config
 from mamba_align_jax.errors import UnsupportedError
-from mamba_align_jax.layers.mixer import ATTENTION
-from mamba_align_jax.layers.registry import MIXERS
 
 SPELLER = Speller()
 SIZES = dict(prefix_cache="all", block_size=8, kv_page_size=4, max_num_seqs=3, max_num_batched_tokens=20)
@@ -128,7 +126,3 @@ def test_models_that_keep_no_boundaries_inside_chunks_are_refused_by_name():
     with pytest.raises(UnsupportedError, match="keep no boundaries inside a chunk, got 'all' and Foreign"):
         align_config(EngineConfig(**SIZES), Foreign())
     assert align_config(EngineConfig(**SIZES | dict(prefix_cache="align")), Foreign()).mode == "align"
-
-
-def test_every_mixer_that_keeps_states_keeps_boundaries_inside_chunks():
-    assert all(mixer.kind == ATTENTION or mixer.keeps_interior for mixer in MIXERS)

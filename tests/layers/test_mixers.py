@@ -1,6 +1,8 @@
-"""Every mixer of the registry follows the protocol, and every model declares its mixers."""
+"""Every mixer follows the protocol, and every model declares its mixers."""
 
+import importlib
 import inspect
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,19 @@ import pytest
 from flax import nnx
 
 from benchmarks.precision import MODELS, configuration
+from mamba_align_jax import layers
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.attention import Attention
-from mamba_align_jax.layers.mixer import ATTENTION, Mixer
-from mamba_align_jax.layers.registry import MIXERS
+from mamba_align_jax.layers.mixer import ATTENTION, Mixer, SplitMixer
 from mamba_align_jax.models import ARCHITECTURES
 from mamba_align_jax.models.mamba import Backbone
 from mamba_align_jax.models.tensor_parallel import shard_model
+
+MODULES = [
+    importlib.import_module(found.name) for found in pkgutil.iter_modules(layers.__path__, f"{layers.__name__}.")
+]
+CLASSES = {each for module in MODULES for each in vars(module).values() if isinstance(each, type)}
+MIXERS = sorted((each for each in CLASSES if issubclass(each, nnx.Module) and hasattr(each, "kind")), key=str)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -31,11 +39,12 @@ def test_mixer_follows_the_protocol(mixer):
     assert parameters(mixer.__call__) == parameters(Mixer.__call__)
     assert parameters(mixer.states) == parameters(Mixer.states)
     assert callable(mixer.split)
+    assert isinstance(mixer.__new__(mixer), SplitMixer)
 
 
 def test_model_declares_exactly_its_mixers(model):
     declared = [mixer for layer in model.layers for mixer in layer.mixers]
-    found = [module for layer in model.layers for _, module in nnx.iter_modules(layer) if isinstance(module, MIXERS)]
+    found = [module for layer in model.layers for _, module in nnx.iter_modules(layer) if isinstance(module, Mixer)]
     assert {id(mixer) for mixer in declared} == {id(module) for module in found}
     assert len(declared) == len(found)
     assert sum(map(len, model.mixers().values())) == len(found)
@@ -50,12 +59,16 @@ def test_mixers_of_one_kind_have_states_of_one_shape(model):
         assert all(isinstance(state, ConvState | RecurrentState) for state in of_kind)
 
 
-def test_every_mixer_of_the_registry_is_in_a_model():
+def test_every_mixer_is_in_a_model():
     used = set()
     for name in MODELS:
         found = nnx.eval_shape(lambda name=name: ARCHITECTURES[name].Model(configuration(name), nnx.Rngs(0)))
         used |= {type(mixer) for mixers in found.mixers().values() for mixer in mixers}
     assert used == set(MIXERS)
+
+
+def test_every_mixer_that_keeps_states_keeps_boundaries_inside_chunks():
+    assert all(mixer.kind == ATTENTION or mixer.keeps_interior for mixer in MIXERS)
 
 
 class Foreign(nnx.Module):
@@ -68,13 +81,15 @@ class Foreign(nnx.Module):
         return x, *pools
 
 
-def test_a_mixer_outside_the_registry_is_named_when_a_model_is_split():
+def test_a_mixer_that_cannot_be_split_is_named_when_a_model_is_split():
     config = configuration("mamba")
     model = Backbone(config, [Foreign()], nnx.Rngs(0))
     model.layers[0].__class__ = type(
         "Layer", (type(model.layers[0]),), {"mixers": property(lambda self: (self.mixer,))}
     )
-    with pytest.raises(ValueError, match=r"layers\.registry\.MIXERS to be split, got Foreign of kind 'foreign'"):
+    with pytest.raises(
+        ValueError, match=r"must have a method split \(layers\.mixer\.SplitMixer\), got Foreign of kind 'foreign'"
+    ):
         shard_model(model, jax.make_mesh((1,), ("tensor",)))
 
 

@@ -560,7 +560,9 @@ def test_sizes_that_do_not_divide_are_refused_by_name(model, mesh):
 
     model.layers[0].linear_attn, kept = Other(), model.layers[0].linear_attn
     try:
-        with pytest.raises(ValueError, match=r"layers\.registry\.MIXERS to be split, got Other of kind 'other'"):
+        with pytest.raises(
+            ValueError, match=r"must have a method split \(layers\.mixer\.SplitMixer\), got Other of kind 'other'"
+        ):
             shard_model(model, mesh)
     finally:
         model.layers[0].linear_attn = kept
