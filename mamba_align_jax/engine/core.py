@@ -101,7 +101,7 @@ class EngineCore:
         self.sizes: PoolSizes = self._pool_sizes(self.spec, config, own, devices, **options)
         check_memory(self.spec, config, self.sizes, model.config.vocab_size, devices)
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, end_tokens(model.config))
-        self._counters = Counters.for_drafts(config.num_speculative_tokens)
+        self._counters = Counters(config.num_speculative_tokens)
         self._waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
         self._reports = CacheReports()
         self.cache = self._new_cache()
@@ -279,11 +279,10 @@ class EngineCore:
 
     def _read(self, dispatched: Dispatched) -> None:
         """Reads a step's result. Rows whose request has ended since are dropped."""
-        self._counters.steps += 1
+        self._counters.add(steps=1)
         read = self.runner.read(dispatched)
         self._rows_at_work = ()
-        self._counters.state_bytes_copied += read.copied_bytes
-        self._counters.null_reads += read.null_reads
+        self._counters.add(state_bytes_copied=read.copied_bytes, null_reads=read.null_reads)
         late = []
         for row, result in read.rows:
             if row.is_current:
@@ -292,7 +291,7 @@ class EngineCore:
                 late.append(row)
         self.scheduler.current = None
         if self._trace:
-            self._trace = trace_step(self._trace, read, self._counters.steps, late, self.spec.state_block_size)
+            self._trace = trace_step(self._trace, read, self._counters["steps"], late, self.spec.state_block_size)
 
     def _take_in(self, row: Row, result: RowResult) -> None:
         """Adds a row's result to its request, and ends the request if a token ends it."""
@@ -369,7 +368,7 @@ class EngineCore:
                 request.outbox[request.id] = request.ended
                 del self._requests[request.id]
             elif not self._ends_by_its_tokens(request):
-                self._counters.preemptions += request.slot >= 0
+                self._counters.add(preemptions=request.slot >= 0)
                 request.wait()
         is_intact = self.runner.is_intact()
         if not is_intact or not self._reports.knows(self.cache) or not self._vacate_cache():

@@ -67,7 +67,7 @@ def count_row(counters: Counters, row: Row, result: RowResult) -> bool:
         counters.admit(len(request.prompt), request.num_cached)
         request.is_counted = True
     if row.is_prefilling:
-        counters.prefill_tokens += row.num_tokens
+        counters.add(prefill_tokens=row.num_tokens)
     elif result.num_drafts:
         num_accepted = len(result.tokens) - 1
         request.num_draft_tokens += result.num_drafts

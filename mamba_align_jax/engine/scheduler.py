@@ -244,7 +244,7 @@ class Scheduler:
         self._leave(request)
         request.wait()
         self.waiting.put_back(request)
-        self.counters.preemptions += 1
+        self.counters.add(preemptions=1)
 
     def _plan_decode(self, plan: Plan, settled: bool) -> None:
         for request in list(self.running):

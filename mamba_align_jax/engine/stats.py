@@ -1,7 +1,6 @@
 """What an engine counts: the counters that its parts report into, and the snapshot of them that a caller gets."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -45,65 +44,52 @@ class EngineStats:
     accepted_tokens: tuple[int, ...] = ()
 
 
-@dataclass
 class Counters:
-    """The mutable counters of one engine, by the names of `EngineStats`.
+    """The counters of one engine, by the names of `EngineStats`.
 
     The engine owns them and gives them, or their methods, to the scheduler and the block pools. These are made anew
     after a step has raised, and go on counting where their predecessors stopped.
     """
 
-    steps: int = 0
-    admitted_requests: int = 0
-    hit_requests: int = 0
-    finished_requests: int = 0
-    aborted_requests: int = 0
-    failed_requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    prefill_tokens: int = 0
-    state_bytes_copied: int = 0
-    preemptions: int = 0
-    evicted_state_blocks: int = 0
-    evicted_kv_pages: int = 0
-    null_reads: int = 0
-    draft_tokens: list[int] = field(default_factory=list)
-    accepted_tokens: list[int] = field(default_factory=list)
-
-    @classmethod
-    def for_drafts(cls, num_speculative_tokens: int) -> "Counters":
+    def __init__(self, num_speculative_tokens: int = 0) -> None:
         """Makes counters of 0 for verify rows with up to `num_speculative_tokens` drafts."""
-        return cls(draft_tokens=[0] * num_speculative_tokens, accepted_tokens=[0] * num_speculative_tokens)
+        self._counts = {field.name: 0 for field in fields(EngineStats) if field.default == 0}
+        self._draft_tokens = [0] * num_speculative_tokens
+        self._accepted_tokens = [0] * num_speculative_tokens
+
+    def __getitem__(self, name: str) -> int:
+        """Returns a count by its name, one of those that are numbers."""
+        return self._counts[name]
+
+    def add(self, **counts: int) -> None:
+        """Adds to counts by their names."""
+        for name, number in counts.items():
+            self._counts[name] += number
 
     def admit(self, num_tokens: int, num_cached: int) -> None:
         """Counts a request that runs for the first time: `num_cached` tokens of its prompt came from the cache."""
-        self.admitted_requests += 1
-        self.hit_requests += num_cached > 0
-        self.prompt_tokens += num_tokens
-        self.cached_tokens += num_cached
+        self.add(admitted_requests=1, hit_requests=num_cached > 0, prompt_tokens=num_tokens, cached_tokens=num_cached)
 
     def end(self, finish_reason: str) -> None:
         """Counts a request that ended: see `RequestOutput.finish_reason`."""
-        self.finished_requests += finish_reason in ("stop", "length")
-        self.aborted_requests += finish_reason == "abort"
-        self.failed_requests += finish_reason == "error"
+        self.add(finished_requests=finish_reason in ("stop", "length"))
+        self.add(aborted_requests=finish_reason == "abort", failed_requests=finish_reason == "error")
 
     def verify(self, num_drafts: int, num_accepted: int) -> None:
         """Counts a verify row's drafts, place by place."""
         for place in range(num_drafts):
-            self.draft_tokens[place] += 1
-            self.accepted_tokens[place] += place < num_accepted
+            self._draft_tokens[place] += 1
+            self._accepted_tokens[place] += place < num_accepted
 
     def evict_state_block(self) -> None:
         """Counts an evicted state block."""
-        self.evicted_state_blocks += 1
+        self.add(evicted_state_blocks=1)
 
     def evict_kv_page(self) -> None:
         """Counts an evicted KV page."""
-        self.evicted_kv_pages += 1
+        self.add(evicted_kv_pages=1)
 
     def snapshot(self) -> EngineStats:
         """Returns the counts as they are now."""
-        counts: dict[str, Any] = asdict(self)
-        counts |= dict(draft_tokens=tuple(self.draft_tokens), accepted_tokens=tuple(self.accepted_tokens))
-        return EngineStats(**counts)
+        drafts = tuple(self._draft_tokens), tuple(self._accepted_tokens)
+        return EngineStats(**self._counts, draft_tokens=drafts[0], accepted_tokens=drafts[1])

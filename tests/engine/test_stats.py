@@ -96,7 +96,7 @@ def test_a_request_that_never_ran_has_used_nothing_of_the_cache():
 
 
 def test_snapshot_does_not_change_with_its_counters():
-    counters = Counters.for_drafts(2)
+    counters = Counters(2)
     before = counters.snapshot()
     counters.verify(num_drafts=2, num_accepted=1)
     counters.admit(num_tokens=9, num_cached=4)
@@ -109,6 +109,6 @@ def test_snapshot_does_not_change_with_its_counters():
     )  # fmt: skip
 
 
-def test_counters_have_the_names_of_the_stats():
-    names = [[field.name for field in dataclasses.fields(each)] for each in (Counters, EngineStats)]
-    assert names[0] == names[1]
+def test_a_count_without_a_name_in_the_stats_is_refused():
+    with pytest.raises(KeyError, match="step"):
+        Counters().add(step=1)

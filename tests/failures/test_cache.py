@@ -259,7 +259,7 @@ def test_the_output_of_a_resumed_request_is_chunked_like_a_prompt():
         scheduler.add(r)
     for _ in range(12):
         step(scheduler)
-    assert scheduler.counters.preemptions == 1
+    assert scheduler.counters["preemptions"] == 1
     young, said = requests[1], len(requests[1].tokens)
     assert 8 < said < 16
     for pool in (scheduler.cache.states.pool, scheduler.cache.kv.pool):

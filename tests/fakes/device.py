@@ -193,9 +193,9 @@ def serve(
             if at == step and number not in gone and (request in scheduler.waiting or request in scheduler.running):
                 scheduler.remove(request)
                 gone.add(number)
-        preemptions, before = scheduler.counters.preemptions, list(scheduler.running)
+        preemptions, before = scheduler.counters["preemptions"], list(scheduler.running)
         plan = scheduler.schedule(settled=not in_flight)
-        assert not in_flight or scheduler.counters.preemptions == preemptions, "an unread result may free blocks"
+        assert not in_flight or scheduler.counters["preemptions"] == preemptions, "an unread result may free blocks"
         assert_order(rank, before, plan, scheduler)
         assert sum(row.num_tokens for row in plan.prefill) <= scheduler.max_num_batched_tokens
         assert len(plan.prefill) <= scheduler.max_prefill_rows
