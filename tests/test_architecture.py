@@ -146,6 +146,16 @@ def test_a_room_uses_every_arrow_that_it_has(room):
     assert set(MAY_IMPORT[room]) <= reached
 
 
+# Public packages that stand beside the core. Only the command line may start one of them.
+SATELLITES = {f"mamba_align_jax.{name}" for name in ("vllm_compat", "integrations", "routing", "processes")}
+STARTS_SATELLITES = {"mamba_align_jax.cli"}
+
+
+@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if room not in SATELLITES | STARTS_SATELLITES])
+def test_no_room_but_the_command_line_may_import_a_satellite(room):
+    assert not SATELLITES & set(MAY_IMPORT[room])
+
+
 def circle_in(graph):
     """The modules of a circle of imports, in order and with the first repeated at the end, or None if there is none."""
     try:
