@@ -10,6 +10,7 @@ import jax
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import _thread_code as code
 from pallas_kernels._pallas_mosaic import arith, ir
+from pallas_kernels._warpgroup import THREADS
 
 _PIECE = 8  # tokens whose parts of 16 bytes change places
 
@@ -94,7 +95,7 @@ def _numbers_of(kind: Any) -> int:
 
 def _places(tokens: int, parts: int) -> list[tuple[Any, Any]]:
     """Returns the tokens of a tile that have a part for this thread, and which of so many parts of 16 bytes it is."""
-    thread, step = pm.thread_index_again(), code.THREADS // parts
+    thread, step = pm.thread_index_again(), THREADS // parts
     first, part = arith.divui(thread, pm.constant(parts)), arith.remui(thread, pm.constant(parts))
     return [(code.total(first, pm.constant(n)), part) for n in range(0, tokens, step)]
 

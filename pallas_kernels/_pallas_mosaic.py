@@ -28,8 +28,9 @@ from jax.extend.mlir.dialects import scf as scf
 from jax.extend.mlir.dialects import vector as vector
 from jaxlib.mlir.dialects import llvm, nvvm
 
+from pallas_kernels._warpgroup import pack_of_spread as pack_of_spread
+
 plgpu: Any = mosaic_gpu  # what it has depends on JAX's version, so types are not checked
-HOPPER = "9.0"  # the compute capability for which the tensor cores' instructions are written
 SWIZZLE = 128  # bytes
 WARPGROUP = "warpgroup"  # the axis of a kernel with several warpgroups
 
@@ -101,29 +102,6 @@ def barrier_of_warpgroups(count: int) -> None:
     to 4 (one for each warpgroup).
     """
     assembly(f"bar.sync 8, {128 * count};", "", None, [])
-
-
-def unavailable(implementation: str | None, config: Any, interpret: bool) -> str | None:
-    """Returns why kernels of this lowering cannot be taken, or None. It may start JAX's backends.
-
-    Args:
-        implementation: The implementation that the caller names, or None. A kernel that is named may be lowered for
-            another device than JAX's default one.
-        config: The launch configuration that the caller gives, which only Triton kernels have, or None.
-        interpret: Whether the caller wants the kernel's body to run as plain JAX, which only Triton kernels can.
-    """
-    if not hasattr(plgpu, "mma"):
-        return f"Mosaic GPU kernels need JAX 0.11.2 or newer, got {jax.__version__}"
-    if config is not None:
-        return "a configuration of the Triton kernel is given"
-    if interpret:
-        return "the kernels cannot be interpreted"
-    if implementation is not None:
-        return None
-    if jax.default_backend() != "gpu":
-        return "there is no GPU"
-    found = getattr(jax.devices()[0], "compute_capability", None)
-    return None if found == HOPPER else f"the kernels need a GPU of compute capability {HOPPER}, got {found}"
 
 
 def tiling(dtype: Any, *, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, Any]:
@@ -329,11 +307,6 @@ def bytes_of(kind: Any) -> int:
 def element_of_struct(struct: Any, place: int, kind: Any) -> Any:
     """Returns one of the results of `assembly`, in `inline`."""
     return llvm.extractvalue(kind, struct, [place])
-
-
-def pack_of_spread(length: int) -> int:
-    """Returns how many elements that follow each other a thread has in the layout `spread`."""
-    return next(pack for pack in (4, 2, 1) if length % (128 * pack) == 0)
 
 
 def spread(length: int) -> Any:

@@ -14,7 +14,6 @@ from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
 
 _LOG2_E = 1.4426950408889634
 LANES = 32  # of a warp
-THREADS = 128  # of a warpgroup
 
 
 def word_address(ref: Any, start: Any, place: Any) -> Any:

@@ -27,7 +27,8 @@ def _without_derivative(op: str, kernel: Callable[..., Any]) -> Callable[..., An
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Logs a warning, unless the same one has been logged before."""
     _LOG.warning(message)
 
 
@@ -39,8 +40,7 @@ def dispatch(
     xla: Callable[..., Any],
     triton: Callable[..., Any],
     unsupported: str | None = None,
-    mosaic_gpu: Callable[..., Any] | None = None,
-    no_mosaic_gpu: str | None = "the op has no such kernel",
+    mosaic_gpu: Callable[..., Any] | str = "the op has no such kernel",
 ) -> Any:
     """Runs an op by its "xla", its "triton" or its "mosaic_gpu" implementation.
 
@@ -54,9 +54,8 @@ def dispatch(
         xla: The XLA implementation. It accepts all arguments.
         triton: The Triton implementation.
         unsupported: The reason why the Triton implementation cannot run these arguments. None if it can.
-        mosaic_gpu: The Mosaic GPU implementation, if the op has one.
-        no_mosaic_gpu: The reason why the Mosaic GPU implementation cannot run these arguments, or cannot run on the default
-            device. None if it can.
+        mosaic_gpu: The Mosaic GPU implementation, or the reason why there is none, why it cannot run these arguments, or why
+            it cannot run on the default device.
 
     Raises:
         UnsupportedError: if `implementation` names a kernel and there is a reason why it cannot run these arguments. Also
@@ -65,19 +64,20 @@ def dispatch(
     """
     if implementation not in ("xla", "triton", "mosaic_gpu", None):
         raise ValueError(f"implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got {implementation!r}")
-    reason = {"triton": unsupported, "mosaic_gpu": no_mosaic_gpu}.get(implementation or "xla")
-    if reason:
+    reason = {"triton": unsupported, "mosaic_gpu": mosaic_gpu}.get(implementation or "xla")
+    if isinstance(reason, str):
         raise UnsupportedError(f"{op}: implementation={implementation!r} cannot run these arguments: {reason}")
     triton = _without_derivative(op, triton)
-    mosaic_gpu = None if mosaic_gpu is None else _without_derivative(op, mosaic_gpu)
+    if callable(mosaic_gpu):
+        mosaic_gpu = _without_derivative(op, mosaic_gpu)
     if implementation == "triton":
         return triton(*operands)
-    if mosaic_gpu is not None and implementation == "mosaic_gpu":
+    if implementation == "mosaic_gpu" and callable(mosaic_gpu):
         return mosaic_gpu(*operands)
-    if implementation is None and mosaic_gpu is not None and no_mosaic_gpu is None:
+    if implementation is None and callable(mosaic_gpu):
         return jax.lax.platform_dependent(*operands, cuda=mosaic_gpu, default=xla)
     if unsupported and implementation is None and jax.default_backend() == "gpu":
-        _say_once(f"{op} runs as XLA code, more slowly than the Triton kernel: {unsupported}")
+        warn_once(f"{op} runs as XLA code, more slowly than the Triton kernel: {unsupported}")
     if implementation == "xla" or unsupported:
         return xla(*operands)
     return jax.lax.platform_dependent(*operands, cuda=triton, default=xla)

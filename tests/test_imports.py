@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
+from packaging.requirements import Requirement
 
 import mamba_align_jax
 
@@ -22,6 +24,23 @@ import importlib, pkgutil, {0}
 for module in pkgutil.walk_packages({0}.__path__, "{0}."):
     importlib.import_module(module.name)
 """
+# Nothing seems to be installed but Python's own modules and {installed}.
+INSTALLED_ALONE = """
+import sys
+from importlib.machinery import PathFinder
+
+class FewInstalled(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        top = name.partition(".")[0]
+        known = top in sys.stdlib_module_names or top in {installed} or top.startswith("_")
+        return PathFinder.find_spec(name, path, target) if known else None
+
+sys.meta_path[:] = [FewInstalled if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+# The core's requirements, and theirs.
+INSTALLED = {"jax", "jaxlib", "jaxtyping", "numpy", "ml_dtypes", "opt_einsum", "scipy", "wadler_lindig"}
+OURS = {"mamba_align_jax", "pallas_kernels"}
 EXTRAS = {"flax", "safetensors", "tokenizers", "rich"}
 HOST = [
     "mamba_align_jax.cache",
@@ -33,7 +52,7 @@ HOST = [
     "mamba_align_jax.vllm_compat.mamba_utils",
     "mamba_align_jax.vllm_compat.row_kinds",
 ]
-CORE = ["mamba_align_jax.align", "mamba_align_jax.metadata", "mamba_align_jax.vllm_compat", "pallas_kernels"]
+CORE = ["mamba_align_jax.align", "mamba_align_jax.metadata", "mamba_align_jax.vllm_compat"]
 
 
 def python(program):
@@ -51,23 +70,45 @@ def test_all_of_the_cache_imports_without_jax():
     python(BLOCK.format(blocked={"jax", "jaxlib", *EXTRAS}) + ALL_OF.format("mamba_align_jax.cache"))
 
 
-def test_the_core_imports_without_the_extras_and_starts_no_backend():
+def test_the_core_imports_with_what_pip_installs_for_it_and_starts_no_backend():
+    """Nothing of Mosaic GPU is imported either: JAX 0.10's needs absl, which JAX itself does not."""
     # -W error would turn the deprecation of Pallas Triton into a failure.
     quiet = "import warnings; warnings.filterwarnings('ignore', 'The Pallas Triton backend', DeprecationWarning)\n"
     program = (
-        BLOCK.format(blocked=EXTRAS)
+        INSTALLED_ALONE.format(installed=INSTALLED | OURS)
         + quiet
-        + "import mamba_align_jax.align.pool, mamba_align_jax.sharding\n"
+        + "import pallas_kernels, mamba_align_jax.align.pool, mamba_align_jax.sharding\n"
         + "".join(map(ALL_OF.format, CORE))
     )
-    started = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-    assert python(program + started).strip() == "False"
+    started = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())\n"
+    mosaic = "print([name for name in sys.modules if name.startswith('jax.experimental.mosaic')])"
+    assert python(program + started + mosaic).split() == ["False", "[]"]
 
 
-def test_a_blocked_import_is_seen():
-    for blocked in ("jax", "flax"):
-        with pytest.raises(AssertionError, match=f"{blocked} is blocked"):
-            python(BLOCK.format(blocked={blocked}) + f"import {blocked}")
+def test_what_pip_installs_for_the_core_is_all_that_the_test_allows():
+    """The core's requirements, and theirs, without the extras."""
+
+    def needs(name):
+        required = map(Requirement, metadata.requires(name) or ())
+        return {each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})}
+
+    found, new = set(), {"mamba-align-jax"}
+    while new:
+        found |= new
+        new = set().union(*map(needs, new)) - found
+    assert {name.replace("-", "_") for name in found} == INSTALLED | {"mamba_align_jax"}
+
+
+@pytest.mark.parametrize("blocked", ["jax", "flax"])
+def test_a_blocked_import_is_seen(blocked):
+    with pytest.raises(AssertionError, match=f"{blocked} is blocked"):
+        python(BLOCK.format(blocked={blocked}) + f"import {blocked}")
+
+
+@pytest.mark.parametrize("missing", ["flax", "absl", "pallas_kernels"])
+def test_an_import_of_what_seems_not_to_be_installed_is_seen(missing):
+    with pytest.raises(AssertionError, match=f"No module named '{missing}'"):
+        python(INSTALLED_ALONE.format(installed=INSTALLED) + f"import {missing}")
 
 
 def test_the_package_alone_imports_nothing_else():

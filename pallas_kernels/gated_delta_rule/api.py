@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import check_layout, checked, require
+from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.blocks import StateLayout, state_dims
 from pallas_kernels.chunks import Chunks, check_prefill
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.gated_delta_rule import mosaic_gpu, pallas_triton, xla
+from pallas_kernels.gated_delta_rule import pallas_triton, xla
 from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
-from pallas_kernels.gated_delta_rule.prefill import launch, launch_mosaic, states_mosaic
+from pallas_kernels.gated_delta_rule.prefill import launch
 
 Pool = Float[Array, "layers blocks value_heads value_dim key_dim"]
 PoolKV = Float[Array, "layers blocks value_heads key_dim value_dim"]
@@ -337,28 +337,27 @@ _STATIC = ("scale", "use_qk_l2norm", "layout", "implementation", "config", "inte
 
 @functools.partial(jax.jit, static_argnames=("lower_bound", "allow_neg_eigval", *_STATIC))
 def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, layout, implementation, config, interpret):
-    options = dict(
-        lower_bound=lower_bound,
-        allow_neg_eigval=allow_neg_eigval,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm,
-        layout=layout,
-    )
+    gates = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
+    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout, **gates)
     return dispatch(
         "gated_delta_rule_update",
         implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_update, **options),
         triton=functools.partial(pallas_triton.gated_delta_rule_update, **options, config=config, interpret=interpret),
-        mosaic_gpu=functools.partial(mosaic_gpu.gated_delta_rule_update, **options),
-        no_mosaic_gpu=_no_update_by_mosaic_gpu(operands, layout, implementation, config, interpret),
+        mosaic_gpu=_update_by_mosaic_gpu(operands, options, implementation, config, interpret),
     )
 
 
-def _no_update_by_mosaic_gpu(operands, layout, implementation, config, interpret):
-    """Returns the reason why the Mosaic GPU kernel of the update cannot run, or None."""
+def _update_by_mosaic_gpu(operands, options, implementation, config, interpret):
+    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    if reason := unavailable(implementation, config, interpret):
+        return reason
+    from pallas_kernels.gated_delta_rule import mosaic_gpu
+
     *inputs, pool = operands[:6]
-    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(inputs, pool, layout)
+    reason = mosaic_gpu.unsupported(inputs, pool, options["layout"])
+    return reason or functools.partial(mosaic_gpu.gated_delta_rule_update, **options)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -385,12 +384,16 @@ def _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, int
         xla=functools.partial(xla.gated_delta_rule_prefill, **options),
         triton=functools.partial(launch.gated_delta_rule_prefill, **options, config=config, interpret=interpret),
         unsupported=unsupported,
-        mosaic_gpu=functools.partial(launch_mosaic.gated_delta_rule_prefill, **options),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
+        mosaic_gpu=_prefill_by_mosaic_gpu(operands, options, implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, implementation, config, interpret):
-    """Returns the reason why the Mosaic GPU kernels cannot run, or None. Named ones may run on another device."""
+def _prefill_by_mosaic_gpu(operands, options, implementation, config, interpret):
+    """Returns the Mosaic GPU kernels, or the reason why they cannot run. They are imported only where they may run."""
+    if reason := unavailable(implementation, config, interpret):
+        return reason
+    from pallas_kernels.gated_delta_rule.prefill import launch_mosaic, states_mosaic
+
     q, k, v, _, _, _, _, _, chunks = operands[:9]
-    return pm.unavailable(implementation, config, interpret) or states_mosaic.unsupported(q, k, v, chunks.chunk_size)
+    reason = states_mosaic.unsupported(q, k, v, chunks.chunk_size)
+    return reason or functools.partial(launch_mosaic.gated_delta_rule_prefill, **options)

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import checked, require
+from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.paged_attention import mosaic_gpu, pallas_triton, xla
+from pallas_kernels.paged_attention import pallas_triton, xla
 from pallas_kernels.paged_attention.config import Config
 
 
@@ -146,13 +146,16 @@ def _attend(operands, options, implementation, config, interpret, unsupported):
         xla=functools.partial(xla.paged_attention, **dict(options)),
         triton=functools.partial(pallas_triton.paged_attention, config=config, interpret=interpret, **dict(options)),
         unsupported=unsupported,
-        mosaic_gpu=functools.partial(mosaic_gpu.paged_attention, scale=dict(options)["scale"]),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, dict(options)["max_query_tokens"], implementation, config, interpret),
+        mosaic_gpu=_mosaic_gpu(operands, dict(options), implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, max_query_tokens, implementation, config, interpret):
-    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
+def _mosaic_gpu(operands, options, implementation, config, interpret):
+    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    if reason := unavailable(implementation, config, interpret):
+        return reason
+    from pallas_kernels.paged_attention import mosaic_gpu
+
     q, keys, values, *_, gates = operands
-    reason = mosaic_gpu.unsupported(q, keys, values, gates, max_query_tokens)
-    return reason or pm.unavailable(implementation, config, interpret)
+    reason = mosaic_gpu.unsupported(q, keys, values, gates, options["max_query_tokens"])
+    return reason or functools.partial(mosaic_gpu.paged_attention, scale=options["scale"])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import _thread_code as code
 from pallas_kernels._pallas_mosaic import arith, ir, vector
+from pallas_kernels._warpgroup import THREADS
 
 WARPS = 4  # of a warpgroup
 _ASKED = 64  # numbers that a thread asks for at a time
@@ -27,7 +28,7 @@ def receive(refs: Sequence[Any]) -> list[jax.Array]:
     same length.
     """
     length = refs[0].shape[0]
-    together = max(1, _ASKED * code.THREADS // length)
+    together = max(1, _ASKED * THREADS // length)
     if len(refs) > together:
         return receive(refs[:together]) + receive(refs[together:])
     pack = pm.pack_of_spread(length)
@@ -35,7 +36,7 @@ def receive(refs: Sequence[Any]) -> list[jax.Array]:
     def body(_: Any, *refs: Any) -> Any:
         kind = ir.F32Type.get()
         thread = arith.muli(pm.thread_index(), pm.constant(pack))
-        starts = [arith.addi(thread, pm.constant(first)) for first in range(0, length, code.THREADS * pack)]
+        starts = [arith.addi(thread, pm.constant(first)) for first in range(0, length, THREADS * pack)]
         places = [pm.address(ref, start) for ref in refs for start in starts]
         found = arrived(ask(places, pack, kind), places, kind)
         held = [vector.from_elements(ir.VectorType.get((pack,), kind), numbers) for numbers in found]

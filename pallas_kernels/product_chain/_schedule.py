@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels._pallas_mosaic import pack_of_spread
-from pallas_kernels._thread_code import THREADS
+from pallas_kernels._warpgroup import THREADS, pack_of_spread
 from pallas_kernels.linear.config import default_config as linear_config
 from pallas_kernels.product_chain._steps import (
     Experts,

@@ -9,11 +9,11 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels import device
 from pallas_kernels._check import check_argument, check_layer, checked, dtype_of, require, sizes_of
-from pallas_kernels._pallas_mosaic import unavailable
+from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.all_reduce import Mailboxes
 from pallas_kernels.causal_conv1d.api import check as check_convolution
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.product_chain import _convolution, _few_tokens, _schedule, _separate, mosaic_gpu
+from pallas_kernels.product_chain import _schedule, _separate
 from pallas_kernels.product_chain._steps import (
     Convolution,
     Experts,
@@ -131,6 +131,8 @@ def _launch(
         reason = "so few steps save less time than the launch costs"
     later = None
     if convolution is not None and reason is None:
+        from pallas_kernels.product_chain import _convolution
+
         unable = _convolution.unsupported(convolution, weights_of(steps)[-1].dtype)
         if unable is not None and implementation is None:
             convolution, later = None, convolution
@@ -276,8 +278,6 @@ def _check_experts(name: str, step: Experts, channels: int) -> None:
 
 @functools.partial(jax.jit, static_argnames=("parts", "implementation", "reason"))
 def _run(x, steps, residual, mailboxes, turn, convolution, parts, implementation, reason):
-    capacity = None if mailboxes is None else mailboxes.capacity
-    one_launch = mosaic_gpu if _schedule.is_of_one_token(x, capacity) else _few_tokens
     separate = functools.partial(_separate.product_chain, parts=parts, implementation=implementation)
     return dispatch(
         "product_chain" if mailboxes is None else "all_reduce_product_chain",
@@ -285,6 +285,14 @@ def _run(x, steps, residual, mailboxes, turn, convolution, parts, implementation
         (x, steps, residual, mailboxes, turn, convolution),
         xla=separate,
         triton=separate,
-        mosaic_gpu=functools.partial(one_launch.product_chain, parts=parts),
-        no_mosaic_gpu=reason,
+        mosaic_gpu=reason or _one_launch(x, mailboxes, parts),
     )
+
+
+def _one_launch(x, mailboxes, parts):
+    """Returns the kernel of a single token, or the one of several. Only here is Mosaic GPU known to be importable."""
+    from pallas_kernels.product_chain import _few_tokens, mosaic_gpu
+
+    capacity = None if mailboxes is None else mailboxes.capacity
+    kernels = mosaic_gpu if _schedule.is_of_one_token(x, capacity) else _few_tokens
+    return functools.partial(kernels.product_chain, parts=parts)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import checked, require
+from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.selective_state_update import mosaic_gpu, pallas_triton, xla
+from pallas_kernels.selective_state_update import pallas_triton, xla
 from pallas_kernels.selective_state_update.config import Config
 
 
@@ -105,13 +105,16 @@ def _update(operands, dt_softplus, implementation, config, interpret):
         operands,
         xla=xla_update,
         triton=triton,
-        mosaic_gpu=functools.partial(mosaic_gpu.selective_state_update, dt_softplus=dt_softplus),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
+        mosaic_gpu=_mosaic_gpu(operands, dt_softplus, implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, implementation, config, interpret):
-    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A named one may run on another device."""
+def _mosaic_gpu(operands, dt_softplus, implementation, config, interpret):
+    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    if reason := unavailable(implementation, config, interpret):
+        return reason
+    from pallas_kernels.selective_state_update import mosaic_gpu
+
     x, dt, A, B, C, pool, _, _, _, _, D, z, dt_bias = operands
-    reason = pm.unavailable(implementation, config, interpret)
-    return reason or mosaic_gpu.unsupported(x, dt, A, B, C, pool, D, z, dt_bias)
+    reason = mosaic_gpu.unsupported(x, dt, A, B, C, pool, D, z, dt_bias)
+    return reason or functools.partial(mosaic_gpu.selective_state_update, dt_softplus=dt_softplus)

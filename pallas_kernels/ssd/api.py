@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import checked, require
+from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.chunks import Chunks, check_prefill
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.ssd import mosaic_gpu, pallas_triton, xla
+from pallas_kernels.ssd import pallas_triton, xla
 from pallas_kernels.ssd.config import Config
 
 
@@ -118,15 +118,17 @@ def _prefill(operands, dt_softplus, implementation, config, interpret, unsupport
         xla=functools.partial(xla.ssd, dt_softplus=dt_softplus),
         triton=functools.partial(pallas_triton.ssd, dt_softplus=dt_softplus, config=config, interpret=interpret),
         unsupported=unsupported,
-        mosaic_gpu=functools.partial(mosaic_gpu.ssd, dt_softplus=dt_softplus),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
+        mosaic_gpu=_mosaic_gpu(operands, dt_softplus, implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, implementation, config, interpret):
-    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
+def _mosaic_gpu(operands, dt_softplus, implementation, config, interpret):
+    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    if reason := unavailable(implementation, config, interpret):
+        return reason
+    from pallas_kernels.ssd import mosaic_gpu
+
     x, _, _, B, C, pool, _, _, chunks = operands[:9]
     z = operands[14]
-    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(
-        x, B, C, z, pool, chunks.chunk_size
-    )
+    reason = mosaic_gpu.unsupported(x, B, C, z, pool, chunks.chunk_size)
+    return reason or functools.partial(mosaic_gpu.ssd, dt_softplus=dt_softplus)

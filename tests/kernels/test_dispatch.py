@@ -2,12 +2,14 @@
 
 import functools
 import operator
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import UnsupportedError, linear
+from pallas_kernels import UnsupportedError, linear, selective_state_update
 from pallas_kernels.dispatch import dispatch
 
 
@@ -45,10 +47,10 @@ def test_the_named_implementation_runs_or_raises():
 @pytest.mark.parametrize("reason", [None, "heads of 7 elements"])
 def test_mosaic_gpu_comes_first_if_it_can_run(implementation, reason):
     """Which kernel a program for CUDA would contain, by what its other platforms run."""
-    kernels = dict(triton=lambda x: x + 1.5, mosaic_gpu=lambda x: x + 2.5)
+    kernels = dict(triton=lambda x: x + 1.5, mosaic_gpu=reason or (lambda x: x + 2.5))
 
     def step(x):
-        return dispatch("op", implementation, (x,), xla=lambda x: x + 0.5, **kernels, no_mosaic_gpu=reason)
+        return dispatch("op", implementation, (x,), xla=lambda x: x + 0.5, **kernels)
 
     if implementation == "mosaic_gpu" and reason:
         with pytest.raises(UnsupportedError, match=reason):
@@ -63,7 +65,7 @@ def test_mosaic_gpu_comes_first_if_it_can_run(implementation, reason):
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu", None])
 def test_the_derivative_of_a_kernel_is_refused_by_name(implementation):
     """`None` runs XLA code here, but the program could be lowered for a GPU."""
-    kernels = dict(triton=lambda x, n, _: x * 10, mosaic_gpu=lambda x, n, _: x * 100, no_mosaic_gpu=None)
+    kernels = dict(triton=lambda x, n, _: x * 10, mosaic_gpu=lambda x, n, _: x * 100)
     step = lambda x, how: dispatch("op", how, (x, jnp.float32(3), None), xla=lambda x, n, _: x * n, **kernels)
     # Ops call `dispatch` in a jitted function.
     for derivative in (jax.grad(jax.jit(step, static_argnums=1)), jax.jit(jax.grad(step), static_argnums=1)):
@@ -80,3 +82,40 @@ def test_a_kernel_on_a_cpu_names_interpret_mode():
             call(*arguments)
     (out,) = run(*arguments, interpret=True)
     assert (out == 8).all()
+
+
+@pytest.fixture
+def hopper_without_mosaic_gpu(monkeypatch):
+    """JAX seems to be recent and its default device a Hopper GPU, but Mosaic GPU cannot be imported."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
+    monkeypatch.setitem(sys.modules, "pallas_kernels._pallas_mosaic", None)
+
+
+def kernels_of(heads, implementation):
+    """Returns the program of an op that has all three kernels. Programs of other numbers of heads are traced anew."""
+    ones, index = lambda *shape: jnp.ones(shape), jnp.zeros(1, jnp.int32)
+    at = dict(
+        layer=0, query_start_loc=jnp.array([0, 1]), read_block=index, write_blocks=index[None] + 1,
+        implementation=implementation,
+    )  # fmt: skip
+    arrays = ones(1, heads, 64), ones(1, heads), ones(heads), ones(1, 1, 128), ones(1, 1, 128)
+    run = functools.partial(selective_state_update, **at)
+    return str(jax.make_jaxpr(run)(*arrays, pool=ones(1, 2, heads, 64, 128)))
+
+
+@pytest.mark.usefixtures("hopper_without_mosaic_gpu")
+def test_triton_runs_where_mosaic_gpu_cannot_be_imported_and_a_warning_says_why(caplog):
+    assert "pallas_call" in kernels_of(3, None)
+    assert [record.message.split(":")[:2] for record in caplog.records] == [
+        ["no Mosaic GPU kernel can run, and Triton's run instead", " JAX's Mosaic GPU cannot be imported"]
+    ]
+
+
+@pytest.mark.usefixtures("hopper_without_mosaic_gpu")
+def test_naming_mosaic_gpu_where_it_cannot_be_imported_raises():
+    with pytest.raises(
+        UnsupportedError, match=r"selective_state_update: .* JAX's Mosaic GPU cannot be imported: import of"
+    ):
+        kernels_of(5, "mosaic_gpu")

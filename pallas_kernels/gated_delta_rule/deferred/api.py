@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import check_ring, checked, require
+from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.gated_delta_rule.deferred import mosaic_gpu, pallas_triton, xla
+from pallas_kernels.gated_delta_rule.deferred import pallas_triton, xla
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
 
 Pool = Float[Array, "layers blocks value_heads value_dim key_dim"]
@@ -178,14 +178,18 @@ def _deferred(
         operands,
         xla=functools.partial(xla.gated_delta_rule_deferred, **options),
         triton=functools.partial(pallas_triton.gated_delta_rule_deferred, **options, **launch),
-        mosaic_gpu=functools.partial(
-            mosaic_gpu.gated_delta_rule_deferred, max_query_tokens=max_query_tokens, **options
+        mosaic_gpu=_mosaic_gpu(
+            operands, dict(max_query_tokens=max_query_tokens, **options), implementation, config, interpret
         ),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, implementation, config, interpret):
-    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
+def _mosaic_gpu(operands, options, implementation, config, interpret):
+    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    if reason := unavailable(implementation, config, interpret):
+        return reason
+    from pallas_kernels.gated_delta_rule.deferred import mosaic_gpu
+
     qkv, a, pool, ring_u = operands[0], operands[1], operands[5], operands[7]
-    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(qkv, a, pool, ring_u)
+    reason = mosaic_gpu.unsupported(qkv, a, pool, ring_u)
+    return reason or functools.partial(mosaic_gpu.gated_delta_rule_deferred, **options)

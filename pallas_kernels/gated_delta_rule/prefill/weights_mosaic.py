@@ -13,12 +13,13 @@ from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import _thread_code as code
 from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
 from pallas_kernels._pallas_triton import LOG2_E
+from pallas_kernels._warpgroup import THREADS
 from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _GROUP = 8  # columns, of which a thread has two. So many numbers of 16 bits have 16 bytes
 _ROWS = 8  # of a piece of a tile
-_WARPS = code.THREADS // code.LANES
+_WARPS = THREADS // code.LANES
 _OF_WARP = SIZE // _WARPS  # rows
 _PARTS = _OF_WARP // _ROWS  # of a warp's rows, in each of which a thread has one row
 _GROUPS = _OF_WARP // _GROUP  # of columns, whose tokens are those of a warp's rows

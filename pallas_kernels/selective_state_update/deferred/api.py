@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import check_ring, checked, require
+from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.selective_state_update.deferred import mosaic_gpu, pallas_triton, xla
+from pallas_kernels.selective_state_update.deferred import pallas_triton, xla
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig
 
 Pool = Float[Array, "layers blocks heads head_dim state_dim"]
@@ -158,14 +158,17 @@ def _deferred(operands, max_query_tokens, dt_softplus, implementation, config, i
         operands,
         xla=functools.partial(xla.selective_state_deferred, dt_softplus=dt_softplus),
         triton=functools.partial(pallas_triton.selective_state_deferred, dt_softplus=dt_softplus, **launch),
-        mosaic_gpu=functools.partial(
-            mosaic_gpu.selective_state_deferred, dt_softplus=dt_softplus, max_query_tokens=max_query_tokens
-        ),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
+        mosaic_gpu=_mosaic_gpu(operands, max_query_tokens, dt_softplus, implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, implementation, config, interpret):
-    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
+def _mosaic_gpu(operands, max_query_tokens, dt_softplus, implementation, config, interpret):
+    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    if reason := unavailable(implementation, config, interpret):
+        return reason
+    from pallas_kernels.selective_state_update.deferred import mosaic_gpu
+
     xBC, pool, ring_x = operands[0], operands[3], operands[4]
-    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(xBC, pool, ring_x)
+    options = dict(max_query_tokens=max_query_tokens, dt_softplus=dt_softplus)
+    reason = mosaic_gpu.unsupported(xBC, pool, ring_x)
+    return reason or functools.partial(mosaic_gpu.selective_state_deferred, **options)
