@@ -55,10 +55,12 @@ ahead:
 	build/ahead/bin/python -m pip install --quiet --editable ".[dev]" "jax[cuda13]==0.11.2"
 	PYTHONPATH=tests build/ahead/bin/python tests/ahead.py $(AHEAD_ARGS)
 
+# The types that users see are checked as well, with mypy too.
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+	$(BIN)/python tests/typed/check.py
 
 # Looks up known weaknesses of what is installed. It asks pypi.org, so it is not part of `make lint`.
 audit: $(VENV)/ready

@@ -1,10 +1,57 @@
 """Align-mode prefix caching for Mamba and linear-attention states on JAX.
 
-Names resolve on first use, so that the host-side parts import without JAX and the core without flax.
+Names resolve on first use, so that the host-side parts import without JAX and the core without flax. Type checkers, which
+don't see that, read the imports under `TYPE_CHECKING`.
 """
 
 import importlib
-from typing import Any
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mamba_align_jax.align.batch import StepBatch as StepBatch
+    from mamba_align_jax.align.checked import StepChecker as StepChecker
+    from mamba_align_jax.align.config import AlignConfig as AlignConfig
+    from mamba_align_jax.align.config import ConvState as ConvState
+    from mamba_align_jax.align.config import GroupSpec as GroupSpec
+    from mamba_align_jax.align.config import RecurrentState as RecurrentState
+    from mamba_align_jax.align.corrections import Corrections as Corrections
+    from mamba_align_jax.align.corrections import correct_counts as correct_counts
+    from mamba_align_jax.align.deferred import fold_slots as fold_slots
+    from mamba_align_jax.align.pool import StatePool as StatePool
+    from mamba_align_jax.align.ring import DeltaRuleRing as DeltaRuleRing
+    from mamba_align_jax.align.ring import Mamba1Ring as Mamba1Ring
+    from mamba_align_jax.align.ring import Mamba2Ring as Mamba2Ring
+    from mamba_align_jax.align.state import Additions as Additions
+    from mamba_align_jax.align.state import AlignState as AlignState
+    from mamba_align_jax.align.state import add_requests as add_requests
+    from mamba_align_jax.align.step import CopyPlan as CopyPlan
+    from mamba_align_jax.align.step import StepIndices as StepIndices
+    from mamba_align_jax.align.step import begin_step as begin_step
+    from mamba_align_jax.align.step import finish_step as finish_step
+    from mamba_align_jax.align.step import migrate as migrate
+    from mamba_align_jax.align.tables import BlockTables as BlockTables
+    from mamba_align_jax.align.tables import TableUpdates as TableUpdates
+    from mamba_align_jax.align.tables import update_block_tables as update_block_tables
+    from mamba_align_jax.cache.split import next_chunk_end as next_chunk_end
+    from mamba_align_jax.cache.state_blocks import Hit as Hit
+    from mamba_align_jax.cache.state_blocks import StateBlockManager as StateBlockManager
+    from mamba_align_jax.engine.async_engine import AsyncEngine as AsyncEngine
+    from mamba_align_jax.engine.config import EngineConfig as EngineConfig
+    from mamba_align_jax.engine.config import SamplingParams as SamplingParams
+    from mamba_align_jax.engine.engine import Engine as Engine
+    from mamba_align_jax.engine.grammar import Grammar as Grammar
+    from mamba_align_jax.engine.request import RequestOutput as RequestOutput
+    from mamba_align_jax.engine.request import RequestUpdate as RequestUpdate
+    from mamba_align_jax.layers.mixer import Mixer as Mixer
+    from mamba_align_jax.metadata.layer_step import LayerStep as LayerStep
+    from mamba_align_jax.metadata.rows import LayerRows as LayerRows
+    from mamba_align_jax.metadata.rows import Rows as Rows
+    from mamba_align_jax.metadata.rows import RowSplit as RowSplit
+    from mamba_align_jax.metadata.rows import split_rows as split_rows
 
 _PUBLIC = {
     "AlignConfig": "align.config",
@@ -64,11 +111,28 @@ _PUBLIC = {
 __all__ = sorted(_PUBLIC)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+if not TYPE_CHECKING:  # to a type checker every name would be one of this package
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]
+
+
+def _refuse_another_pallas_kernels() -> None:
+    """Raises an ImportError if Python finds another `pallas_kernels` before the one that is installed with this package."""
+    spec = importlib.util.find_spec("pallas_kernels")
+    found = Path(spec.origin) if spec and spec.origin else None
+    if found is not None and found.exists() and not (found.parent / "dispatch.py").exists():
+        raise ImportError(
+            f"mamba_align_jax needs its own package pallas_kernels, but Python finds another one first: {found}. "
+            "Rename that one, or start Python in another folder",
+            name="pallas_kernels",
+        )
+
+
+_refuse_another_pallas_kernels()

@@ -1,7 +1,30 @@
-"""Runs the command line for `python -m mamba_align_jax`."""
+"""Starts the command line: `mamba-align`, and `python -m mamba_align_jax`."""
 
 import sys
 
-from mamba_align_jax.cli import main
+from mamba_align_jax import __version__
 
-sys.exit(main())
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns its exit status.
+
+    Without the extra `cli` it gives the version, and says for anything else that the extra is missing, with status 2.
+    """
+    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        print(f"mamba-align {__version__}")
+        return 0
+    try:
+        from mamba_align_jax import cli
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in ("mamba_align_jax", "pallas_kernels"):
+            raise
+        print(
+            f"mamba-align: the command line needs the extra 'cli' (pip install 'mamba-align-jax[cli]'): {error}",
+            file=sys.stderr,
+        )
+        return 2
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from mamba_align_jax import __version__
 from mamba_align_jax import _values as values
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine import trace
@@ -278,6 +279,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mamba-align", description="Align-mode prefix caching for hybrid models.")
+    parser.add_argument("--version", action="version", version=f"mamba-align {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     model = dict(
         type=Path, default=BYTE_MODEL, metavar="DIR", help="a Hugging Face directory; default: the bundled model"

@@ -14,7 +14,6 @@ CODE = ("mamba_align_jax", "pallas_kernels", "benchmarks", "examples")
 # whose order is from the foundation up: no room imports a later one.
 MAY_IMPORT = {
     "pallas_kernels": (),
-    "mamba_align_jax": (),
     "mamba_align_jax._values": (),
     "mamba_align_jax.errors": ("pallas_kernels",),
     "mamba_align_jax.data": (),
@@ -51,6 +50,14 @@ MAY_IMPORT = {
         "mamba_align_jax.layers",
         "mamba_align_jax.models",
     ),
+    # The names of the package itself, which it imports on first use.
+    "mamba_align_jax": (
+        "mamba_align_jax.align",
+        "mamba_align_jax.cache",
+        "mamba_align_jax.metadata",
+        "mamba_align_jax.layers",
+        "mamba_align_jax.engine",
+    ),
     "mamba_align_jax.processes": (
         "mamba_align_jax._values",
         "mamba_align_jax.errors",
@@ -70,6 +77,7 @@ MAY_IMPORT = {
     "mamba_align_jax.demo": ("mamba_align_jax.data", "mamba_align_jax.engine", "mamba_align_jax.load"),
     "mamba_align_jax.chat": ("mamba_align_jax.engine",),
     "mamba_align_jax.cli": (
+        "mamba_align_jax",
         "mamba_align_jax._values",
         "mamba_align_jax.errors",
         "mamba_align_jax.chat",
@@ -82,7 +90,7 @@ MAY_IMPORT = {
         "mamba_align_jax.load",
         "mamba_align_jax.demo",
     ),
-    "mamba_align_jax.__main__": ("mamba_align_jax.cli",),
+    "mamba_align_jax.__main__": ("mamba_align_jax", "mamba_align_jax.cli"),
 }
 
 

@@ -1,8 +1,11 @@
 """The host side imports without JAX, the core without the extras, and nothing starts a backend."""
 
+import ast
 import subprocess
 import sys
 from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -15,7 +18,7 @@ import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked}:
-            raise ImportError(f"{{name}} is blocked")
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
 
 sys.meta_path.insert(0, Blocked())
 """
@@ -113,6 +116,53 @@ def test_an_import_of_what_seems_not_to_be_installed_is_seen(missing):
 
 def test_the_package_alone_imports_nothing_else():
     assert python("import sys, mamba_align_jax; print('jax' in sys.modules)").strip() == "False"
+
+
+def test_type_checkers_read_the_names_that_resolve_on_first_use():
+    """The package has them twice. `make lint` checks a user's file by what checkers read."""
+    tree = ast.parse(Path(mamba_align_jax.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.asname: f"{node.module}:{alias.name}" for node in block.body for alias in node.names}
+    resolved = {name: getattr(mamba_align_jax, name) for name in mamba_align_jax.__all__}
+    assert seen == {name: f"mamba_align_jax.{mamba_align_jax._PUBLIC[name]}:{name}" for name in resolved}
+
+
+def test_both_packages_say_that_they_are_typed():
+    assert [(files(name) / "py.typed").read_text() for name in ("mamba_align_jax", "pallas_kernels")] == ["", ""]
+
+
+def test_the_version_is_that_of_the_installed_package():
+    assert mamba_align_jax.__version__ == metadata.version("mamba-align-jax")
+
+
+def test_a_users_folder_named_pallas_kernels_gives_an_error_that_says_so(tmp_path):
+    (tmp_path / "pallas_kernels").mkdir()
+    (tmp_path / "pallas_kernels" / "__init__.py").touch()
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mamba_align_jax.align import step"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    *_, last = done.stderr.splitlines()
+    assert last.startswith(
+        "ImportError: mamba_align_jax needs its own package pallas_kernels, but Python finds another one"
+    )
+    assert str(tmp_path / "pallas_kernels" / "__init__.py") in last
+
+
+COMMAND = "from mamba_align_jax.__main__ import main; sys.exit(main({arguments}))"
+
+
+@pytest.mark.parametrize("missing", ["rich", "flax"])
+def test_the_command_without_its_extra_names_the_extra(missing):
+    program = BLOCK.format(blocked={missing}) + COMMAND.format(arguments=["demo"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mamba-align: the command line needs the extra 'cli' (pip install 'mamba-align-jax[cli]'): ")
+    assert missing in line
+
+
+def test_the_command_gives_its_version_without_any_extra():
+    program = BLOCK.format(blocked={"jax", "jaxlib", *EXTRAS}) + COMMAND.format(arguments=["--version"])
+    assert python(program) == f"mamba-align {mamba_align_jax.__version__}\n"
 
 
 @pytest.mark.parametrize("name", mamba_align_jax.__all__)
