@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mamba_align_jax.align.deferred import fold_slots as fold_slots
     from mamba_align_jax.align.pool import StatePool as StatePool
     from mamba_align_jax.align.ring import DeltaRuleRing as DeltaRuleRing
-    from mamba_align_jax.align.ring import Mamba1Ring as Mamba1Ring
     from mamba_align_jax.align.ring import Mamba2Ring as Mamba2Ring
     from mamba_align_jax.align.state import Additions as Additions
     from mamba_align_jax.align.state import AlignState as AlignState

@@ -5,9 +5,11 @@ Each Python and each extra is in one environment, so not every pair is tried. Th
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +50,17 @@ def run(*command: str | Path, folder: Path, status: int = 0) -> str:
     return done.stdout
 
 
+def check_page(wheel: Path) -> None:
+    """Checks that the README, as an index page shows it, has no link that leads into the repository but is not absolute."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        page = archive.read(name).decode().split("\n\n", 1)[1]
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    relative = [target for target in targets if not target.startswith("https://")]
+    assert targets, "the page has no link"
+    assert not relative, f"links that are not absolute: {relative}"
+
+
 def use(python: str, wheel: Path, extra: str, answer: str, folder: Path) -> None:
     """Makes an environment in `folder` and installs the wheel with an extra, if it is not empty. Uses it in every way."""
     run(python, "-m", "venv", "environment", folder=folder)
@@ -76,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         if wheel is None:
             run(sys.executable, "-m", "build", "--wheel", "--outdir", name, ROOT, folder=Path(name))
             (wheel,) = Path(name).glob("*.whl")
+        check_page(wheel)
         for version, extra, answer in ENVIRONMENTS:
             python = interpreter(version)
             if python is None:
