@@ -97,7 +97,7 @@ class Case:
         # A sequence has two blocks of tokens, one on each side of the boundary.
         spec = AlignConfig((group,), self.block_size, self.drafts, self.rows, 2 * self.block_size)
         sets = math.ceil(ROTATION_BYTES / (self.rows * spec.bytes_per_block))
-        how = dict(mode="none") if self.policy == "none" else dict(policy=self.policy)
+        how: dict[str, Any] = dict(mode="none") if self.policy == "none" else dict(policy=self.policy)
         return dataclasses.replace(spec, max_num_seqs=sets * self.rows, **how)
 
     @property
@@ -225,10 +225,10 @@ def make_step(case: Case, implementation: Implementation | None) -> Any:
         rows = split_rows(inputs.batch, indices, case.rows).decode
         loc, write = rows.query_start_loc, rows.write[0]
         (conv, recurrent), ring = pool.states[0], pool.ring(0)
-        gates = {name: tokens[name] for name in ("a", "b", "A_log", "dt_bias")}
+        gates: dict[str, Any] = {name: tokens[name] for name in ("a", "b", "A_log", "dt_bias")}
         out = tokens["x"]
         for layer in range(case.layers):
-            places = dict(query_start_loc=loc, read_block=rows.conv_read[0], write_block=write[:, 0])
+            places: dict[str, Any] = dict(query_start_loc=loc, read_block=rows.conv_read[0], write_block=write[:, 0])
             places |= dict(window_row=rows.window_row, **rows.of_group(0).boundaries)
             qkv, conv = causal_conv1d_update(tokens["x"], conv, layer, tokens["weight"], None, **places, **how)
             if rows.fold is None:
@@ -237,7 +237,9 @@ def make_step(case: Case, implementation: Implementation | None) -> Any:
             else:
                 places = dict(query_start_loc=loc, read_block=rows.recurrent_read[0], fold_block=rows.fold.block[0])
                 places |= dict(slot=rows.fold.slot, base=rows.fold.base, position=rows.num_computed_tokens)
-                pools = dict(zip(("pool", "ring_k", "ring_u", "ring_g"), (recurrent, *ring), strict=True))
+                pools: dict[str, Any] = dict(
+                    zip(("pool", "ring_k", "ring_u", "ring_g"), (recurrent, *ring), strict=True)
+                )
                 out, recurrent, *ring = gated_delta_rule_deferred(
                     qkv, **gates, **pools, layer=layer, **places, max_query_tokens=1 + case.drafts, **how
                 )

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from mamba_align_jax.align.tables import BlockTables as BlockTables
     from mamba_align_jax.align.tables import TableUpdates as TableUpdates
     from mamba_align_jax.align.tables import update_block_tables as update_block_tables
+    from mamba_align_jax.cache.checkpoints import Checkpoints as Checkpoints
+    from mamba_align_jax.cache.hashing import HashChain as HashChain
+    from mamba_align_jax.cache.hybrid import Allocation as Allocation
+    from mamba_align_jax.cache.hybrid import HybridCache as HybridCache
+    from mamba_align_jax.cache.hybrid import HybridHit as HybridHit
+    from mamba_align_jax.cache.kv_pages import KVPageManager as KVPageManager
     from mamba_align_jax.cache.split import next_chunk_end as next_chunk_end
     from mamba_align_jax.cache.state_blocks import Hit as Hit
     from mamba_align_jax.cache.state_blocks import StateBlockManager as StateBlockManager
@@ -45,12 +51,19 @@ if TYPE_CHECKING:
     from mamba_align_jax.engine.grammar import Grammar as Grammar
     from mamba_align_jax.engine.request import RequestOutput as RequestOutput
     from mamba_align_jax.engine.request import RequestUpdate as RequestUpdate
+    from mamba_align_jax.kv import KVPages as KVPages
+    from mamba_align_jax.kv import KVSpec as KVSpec
     from mamba_align_jax.layers.mixer import Mixer as Mixer
+    from mamba_align_jax.metadata.interior import InteriorBoundaries as InteriorBoundaries
+    from mamba_align_jax.metadata.interior import interior_boundaries as interior_boundaries
     from mamba_align_jax.metadata.layer_step import LayerStep as LayerStep
+    from mamba_align_jax.metadata.layer_step import TokenPages as TokenPages
     from mamba_align_jax.metadata.rows import LayerRows as LayerRows
     from mamba_align_jax.metadata.rows import Rows as Rows
     from mamba_align_jax.metadata.rows import RowSplit as RowSplit
     from mamba_align_jax.metadata.rows import split_rows as split_rows
+    from mamba_align_jax.metadata.step_inputs import StepInputs as StepInputs
+    from mamba_align_jax.metadata.step_inputs import step_inputs as step_inputs
 
 _PUBLIC = {
     "AlignConfig": "align.config",

@@ -53,6 +53,7 @@ MAY_IMPORT = {
     # The names of the package itself, which it imports on first use.
     "mamba_align_jax": (
         "mamba_align_jax.align",
+        "mamba_align_jax.kv",
         "mamba_align_jax.cache",
         "mamba_align_jax.metadata",
         "mamba_align_jax.layers",
