@@ -108,7 +108,7 @@ class Phase(NamedTuple):
 
     @property
     def vector(self) -> int:
-        """Inputs that a program gets."""
+        """Inputs that a program multiplies."""
         return self.pieces * WIDTH * (self.terms if self.kind == "down" else 1)
 
     @property
@@ -170,6 +170,11 @@ class Schedule(NamedTuple):
         return [0, *itertools.accumulate(sizes)]
 
     @property
+    def vector(self) -> int:
+        """The most numbers that a program hands to its warps."""
+        return vector_elements(self.phases)
+
+    @property
     def has_experts(self) -> bool:
         """Whether experts are chosen."""
         return any(phase.experts is not None for phase in self.phases)
@@ -218,8 +223,7 @@ def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int
     behind them.
     """
     phases = _phases(steps, parts, ROWS)
-    vector_bytes = 4 * max(phase.vector for phase in phases)
-    return _with_slots(phases, steps, slot_elements(phases) * itemsize, vector_bytes)
+    return _with_slots(phases, steps, slot_elements(phases) * itemsize, 4 * vector_elements(phases))
 
 
 def schedule_of_tokens(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int) -> Schedule:
@@ -261,6 +265,11 @@ def _phases(steps: Sequence[Step], parts: tuple[int, ...] | None, rows: int) -> 
 def slot_elements(phases: Sequence[Phase]) -> int:
     """Returns the elements of the largest block."""
     return WIDTH * max(phase.rows * phase.pieces for phase in phases)
+
+
+def vector_elements(phases: Sequence[Phase]) -> int:
+    """Returns the most inputs that a program hands to its warps. What is normed it has as a whole, also for a share."""
+    return max(phase.vector if phase.norm is None else phase.inputs for phase in phases)
 
 
 def group_elements(phases: Sequence[Phase]) -> int:
@@ -342,9 +351,10 @@ def unsupported(
         channels = step.outputs
     if parts is not None and any(part % rows for part in parts):
         return f"parts must be multiples of {rows}, got {list(parts)}"
-    phases = (schedule if is_one else schedule_of_tokens)(steps, parts, 2).phases
+    plan = (schedule if is_one else schedule_of_tokens)(steps, parts, 2)
+    phases = plan.phases
     for phase in phases:
-        if phase.pieces > most_pieces or phase.shares > programs:
+        if phase.pieces > most_pieces or phase.shares > programs or (plan.slots < 2 and phase.norm is not None):
             return f"a product has too many inputs, {phase.inputs}"
     gated = gated_norm_of(steps)
     if gated is None:

@@ -84,7 +84,7 @@ def product_chain(
         thread_name=pm.WARPGROUP,
         scratch_types=[
             pm.shared((plan.slots, slot_elements(plan.phases)), dtype),
-            pm.shared((max(phase.vector for phase in plan.phases),), jnp.float32),
+            pm.shared((plan.vector,), jnp.float32),
             pm.Barrier(num_barriers=plan.slots),
             pm.Barrier(num_barriers=plan.slots),
             pm.Barrier(num_arrivals=_WARPGROUPS),
@@ -232,8 +232,8 @@ def _run(
         value = total * factor * (step.offset + pm.load_spread(refs.norms[norm]))
         return value.astype(step.out_dtype or residual.dtype), total
 
-    def for_each_warp(values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Gives every warp all numbers of vectors that the warpgroup's threads share."""
+    def for_each_warp(values: Sequence[jax.Array], cut: Any = None) -> list[jax.Array]:
+        """Gives every warp all numbers of vectors that the warpgroup's threads share, or those that `cut` selects."""
         places, start = [], 0
         for value in values:
             places.append(refs.vector.at[pm.slice_of(start, value.shape[0])])
@@ -242,21 +242,23 @@ def _run(
         for place, value in zip(places, values, strict=True):
             place[...] = value.astype(jnp.float32)
         pm.inline(lambda _: pm.warpgroup_barrier())
-        return [pm.load_for_each_warp(place) for place in places]
+        return [pm.load_for_each_warp(place if cut is None else place.at[cut]) for place in places]
 
     def inputs_of(number: int, total: jax.Array | None) -> tuple[list[jax.Array], jax.Array | None]:
         """Returns the inputs of this program's share of a phase, which every warp gets, and the residual stream."""
         phase = phases[number]
         if phase.kind == "down":
             return for_each_warp(weighted(number)), total
-        count = phase.pieces * WIDTH
+        count, cut = phase.pieces * WIDTH, None
         if number == 0 and gated is not None:
             value = normed_heads(gated, work[0].share * count, count)
         elif phase.norm is None:
             (value,) = shares_before(number, work[number].share * count, count)
         else:
+            # A norm needs all channels, whatever share of them the program multiplies.
             value, total = normed(number, phase.norm, total)
-        return for_each_warp([value.astype(dtype)]), total
+            cut = None if phase.shares == 1 else pm.slice_of(work[number].share * count, count)
+        return for_each_warp([value.astype(dtype)], cut), total
 
     def weighted(number: int) -> list[jax.Array]:
         """Returns what the experts of this program's share have computed between their products, times their weights."""

@@ -36,6 +36,7 @@ ODD = [
     Case("norm of shares, then sums", ("norm", 384), 256, shares=3),
     Case("two norms in a row of layers", (256, "norm", ("gated", 512), 256, "norm"), 512, dtype="float16"),
     Case("ends with a norm", (256, "norm"), 512),
+    Case("shares of a normed result", (1024, "norm", 8), 2048),
 ]
 WITH_GATED_NORM = [
     Case("gated by silu", (("silu", 128), 256, "norm", 384), 1024, (256, 128)),
@@ -58,7 +59,10 @@ OF_TOKENS = [
 ]
 _LARGE = "to a delta net", "from a delta net", "to attention", "to the last norm"
 LARGE_OF_TOKENS = [case for case in CASES if case.name in _LARGE]
-BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM]]
+# Its weights take too long on a CPU.
+BETWEEN_NORMS = Case("shares of a normed result between norms", ("norm", 4096, "norm"), 4096, dtype="float16")
+BY_ONE_LAUNCH = [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM, BETWEEN_NORMS]
+BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in BY_ONE_LAUNCH]
 # Products in another order change logits by less than this, relative to the largest one.
 CLEAR = 0.02
 
@@ -388,6 +392,13 @@ def test_one_launch_of_several_tokens_refuses_mixed_dtypes_and_too_few_cores(rng
     ):
         assert reason(*arguments, programs=132) == mixed
     assert reason(x, steps, residual, programs=114) == "norms of several tokens need 128 cores, got 114"
+
+
+def test_a_normed_result_that_shared_memory_does_not_hold_is_refused():
+    case = Case("wide", ("norm", 57344, "norm"), 57344)
+    arguments = case.arguments(lambda shape, dtype, _: jax.ShapeDtypeStruct(shape, dtype))
+    reason = _schedule.unsupported(*arguments, parts=None, programs=132)
+    assert reason == "a product has too many inputs, 57344"
 
 
 @pytest.mark.parametrize(
