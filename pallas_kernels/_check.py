@@ -179,6 +179,25 @@ def dtype_of(name: str, argument: str, value: str | None, default: Any) -> np.dt
     return dtype
 
 
+def check_config(name: str, config: Any, **least: int) -> None:
+    """Raises ValueError, in the name of op `name`, unless the numbers of a launch configuration are such as kernels take.
+
+    Args:
+        name: The op.
+        config: The configuration. Warps are a power of two up to 32, and there is at least one stage.
+        least: The fields that are powers of two, each at least so large.
+    """
+    for field, smallest in least.items():
+        size = getattr(config, field)
+        is_right = size >= smallest and size & (size - 1) == 0
+        wanted = "a power of two" if smallest == 1 else f"a power of two of at least {smallest}"
+        require(is_right, f"{name}: config.{field} must be {wanted}, got {size}")
+    warps, stages = getattr(config, "num_warps", 1), getattr(config, "num_stages", 1)
+    is_right = 1 <= warps <= 32 and warps & (warps - 1) == 0
+    require(is_right, f"{name}: config.num_warps must be a power of two up to 32, got {warps}")
+    require(stages >= 1, f"{name}: config.num_stages must be at least 1, got {stages}")
+
+
 def sizes_of(name: str, parts: Any, total: int) -> tuple[int, ...]:
     """Returns the sizes of the parts into which op `name` cuts `total` channels; None is one part.
 

@@ -55,7 +55,7 @@ def all_reduce(
         UnsupportedError: if `implementation` is "triton" and the mailboxes do not hold as many numbers.
     """
     require(addend.shape[0] >= 1, "all_reduce: addend must have at least one share, got none")
-    if addend.shape[1] == 0:
+    if 0 in addend.shape:
         return jnp.zeros(addend.shape[1:], jnp.float32), turn
     return _run("all_reduce", (addend, mailboxes, turn), addend.shape, (), implementation, config, interpret)
 

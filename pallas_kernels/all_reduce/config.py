@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config
+
 _ELEMENTS = 4  # of a thread. With more, fewer threads send and wait at a time.
 _MAX_WARPS = 32
 
@@ -13,10 +15,16 @@ class Config:
     Attributes:
         num_warps: Warps of a program.
         pack: The numbers that a thread sends before it waits for the first one. A power of two.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     num_warps: int
     pack: int
+
+    def __post_init__(self) -> None:
+        check_config("all_reduce", self, pack=1)
 
 
 def default_config(num_channels: int) -> Config:

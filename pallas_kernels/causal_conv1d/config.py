@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config, require
 from pallas_kernels.blocks import WindowLayout
 
 
@@ -12,10 +13,16 @@ class Config:
     Attributes:
         tile: The number of channels per program, a power of two.
         num_warps: The number of warps per program.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     tile: int
     num_warps: int
+
+    def __post_init__(self) -> None:
+        check_config("causal_conv1d_update", self, tile=1)
 
 
 def default_config(layout: WindowLayout = "SD") -> Config:
@@ -37,11 +44,18 @@ class PrefillConfig:
         tile: The number of channels per program, a power of two.
         block: The number of tokens per program.
         num_warps: The number of warps per program.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     tile: int
     block: int
     num_warps: int
+
+    def __post_init__(self) -> None:
+        check_config("causal_conv1d_prefill", self, tile=1)
+        require(self.block >= 1, f"causal_conv1d_prefill: config.block must be at least 1, got {self.block}")
 
 
 def default_prefill_config(layout: WindowLayout = "SD") -> PrefillConfig:

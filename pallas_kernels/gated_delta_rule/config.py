@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pallas_kernels import device
+from pallas_kernels._check import check_config, require
 from pallas_kernels._pallas_triton import power_of_two
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import CHUNK_SIZE
@@ -17,12 +18,21 @@ class Config:
         tile_value: The number of state rows per tile. A program has block_value / tile_value tiles.
         segment: The number of keys in a segment. Each state row is folded into segments.
         num_warps: The number of warps per program.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     block_value: int
     tile_value: int
     segment: int
     num_warps: int
+
+    def __post_init__(self) -> None:
+        check_config("gated_delta_rule", self, block_value=1, tile_value=1, segment=1)
+        is_right = self.tile_value <= self.block_value
+        wanted = f"config.tile_value must be at most config.block_value = {self.block_value}"
+        require(is_right, f"gated_delta_rule: {wanted}, got {self.tile_value}")
 
 
 def default_config(rows: int, window: int, itemsize: int, layout: StateLayout = "VK") -> Config:
@@ -58,6 +68,9 @@ class PrefillConfig:
         products_warps: The number of warps per program of the kernel that multiplies a chunk's keys.
         pieces: If inputs are bfloat16, the number of bfloat16 pieces into which float32 values are split for the
             products that states depend on. The relative error is 2^-16 with two pieces and 2^-8 with one.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     tile_value: int
@@ -65,6 +78,10 @@ class PrefillConfig:
     num_stages: int
     products_warps: int
     pieces: int
+
+    def __post_init__(self) -> None:
+        check_config("gated_delta_rule_prefill", self, tile_value=16, products_warps=1)
+        require(self.pieces >= 1, f"gated_delta_rule_prefill: config.pieces must be at least 1, got {self.pieces}")
 
 
 _SHARED_BYTES = 215_000  # the shared memory for the chunks in flight, out of an H200's 232,448 bytes

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config
+
 _PROGRAMS = 512  # four for each of an H200's cores
 
 
@@ -16,7 +18,7 @@ class Config:
         num_warps: Warps of a program.
 
     Raises:
-        ValueError: if `bits` does not divide 30, or `lanes` does not divide `chunk`.
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     bits: int
@@ -29,6 +31,7 @@ class Config:
             raise ValueError(f"least_kept: config.bits must divide 30, got {self.bits}")
         if self.lanes < 1 or self.chunk % self.lanes:
             raise ValueError(f"least_kept: config.lanes must divide config.chunk = {self.chunk}, got {self.lanes}")
+        check_config("least_kept", self, chunk=1, lanes=1)
 
 
 def default_config(num_rows: int, num_tokens: int) -> Config:

@@ -103,6 +103,7 @@ def linear_sums(
 
 def _check_dtypes(name: str, x: jax.Array, weight: jax.Array) -> None:
     wanted = f"x's dtype {x.dtype}" + ("" if x.dtype == jnp.float32 else " or float32")
+    require(0 not in weight.shape, f"{name}: weight must have no axis of length 0, got {list(weight.shape)}")
     is_right = weight.dtype in (x.dtype, jnp.float32)
     require(is_right, f"{name}: weight must have {wanted}, got {weight.dtype}")
 

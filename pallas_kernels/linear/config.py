@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import device
+from pallas_kernels._check import check_config
 
 # A product of more tokens is bound by arithmetic, and XLA's own is faster.
 MAX_TOKENS = 64
@@ -23,6 +24,9 @@ class Config:
         shares: The number of programs that divide the inputs of a tile among them. Their sums are added by another kernel.
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over inputs.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     tokens: int
@@ -31,6 +35,10 @@ class Config:
     shares: int
     num_warps: int
     num_stages: int
+
+    def __post_init__(self) -> None:
+        least = 1 if self.tokens == 1 else 16
+        check_config("linear", self, tokens=least, outputs=least, inputs=16, shares=1)
 
 
 def _of_one_token(row_bytes: int, itemsize: int, is_gated: bool) -> Config | None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config
+
 
 @dataclass(frozen=True)
 class Product:
@@ -13,12 +15,18 @@ class Product:
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over inputs. The kernels of a single token load so many blocks
             of `depth` inputs at once.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     columns: int
     depth: int
     num_warps: int
     num_stages: int
+
+    def __post_init__(self) -> None:
+        check_config("mixture_of_experts", self, columns=1, depth=16)
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,9 @@ class Config:
         short_rows: The most pairs of a sorted tile that is multiplied as a smaller one, because rows that do not exist take
             as long as others. None has no smaller tiles. An instruction of Hopper's tensor cores has 64 rows, in both sizes
             of tiles, so a pair has the same bits in both.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     rows: int
@@ -42,6 +53,12 @@ class Config:
     down: Product
     searched_pairs: int = 1024
     short_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        least = 1 if self.rows == 1 else 16
+        check_config("mixture_of_experts", self, rows=least, **({} if self.short_rows is None else dict(short_rows=16)))
+        for product in (self.up, self.down):
+            check_config("mixture_of_experts", product, columns=least)
 
 
 def config_of_one_token(itemsize: int, parts: int) -> Config:

@@ -97,7 +97,7 @@ def paged_attention(
     """
     kv_heads, key_dim = keys.shape[3:]
     require(
-        q.shape[1] % kv_heads == 0,
+        q.shape[1] > 0 and q.shape[1] % kv_heads == 0,
         f"paged_attention: the number of heads of keys must divide q's {q.shape[1]} heads, got {kv_heads}",
     )
     require(

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 from pallas_kernels import device
+from pallas_kernels._check import check_config, require
 from pallas_kernels.paged_attention._shares import PROMPT_SHARES
 
 
@@ -46,10 +47,12 @@ class Config:
     unit: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("queries", "block", "split", "shares")}
-        for name, size in [*sizes.items(), *(("groups", size) for size in self.groups)]:
-            if size < 1 or size & (size - 1):
-                raise ValueError(f"paged_attention: config.{name} must be a power of two, got {size}")
+        check_config("paged_attention", self, queries=16, block=16, split=1, shares=1)
+        for size in self.groups:
+            is_right = size >= 1 and size & (size - 1) == 0
+            require(is_right, f"paged_attention: config.groups must be a power of two, got {size}")
+        is_right = self.programs is None or self.programs >= 1
+        require(is_right, f"paged_attention: config.programs must be None or at least 1, got {self.programs}")
         if self.split % self.block:
             raise ValueError(f"paged_attention: config.block must divide config.split = {self.split}, got {self.block}")
         grows = all(small < large for small, large in itertools.pairwise((1, *self.groups)))

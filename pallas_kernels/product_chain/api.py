@@ -77,7 +77,7 @@ def product_chain(
         ValueError: if a step cannot follow the one before, or if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` is "mosaic_gpu" and the kernel cannot run these arguments.
     """
-    steps = tuple(steps)
+    steps = _steps_of("product_chain", steps)
     parts = _check("product_chain", x, steps, residual, parts)
     is_over = any(isinstance(step, Norm) and step.over_devices for step in steps)
     require(not is_over, "product_chain: only all_reduce_product_chain has norms over devices")
@@ -108,7 +108,7 @@ def all_reduce_product_chain(
         The results of the last step, the residual stream after the last norm, or `residual` if there is no norm, and the
         next call's turn.
     """
-    steps = tuple(steps)
+    steps = _steps_of("all_reduce_product_chain", steps)
     parts = _check("all_reduce_product_chain", x, steps, residual, parts)
     return _launch(x, steps, residual, mailboxes, turn, parts, implementation)
 
@@ -142,6 +142,12 @@ def _launch(
     if later is not None:
         results = _separate.convolved(results, later, implementation)
     return results, residual, turn
+
+
+def _steps_of(op: str, steps: Any) -> tuple[Any, ...]:
+    """Returns the steps, which must be a list or another sequence."""
+    require(isinstance(steps, Sequence), f"{op}: steps must be a sequence of steps, got {steps!r}")
+    return tuple(steps)
 
 
 def _without_convolution(steps: tuple[Any, ...]) -> tuple[tuple[Step, ...], Convolution | None]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config
+
 
 @dataclass(frozen=True)
 class Config:
@@ -9,9 +11,15 @@ class Config:
 
     Attributes:
         num_warps: Warps of a program.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     num_warps: int
+
+    def __post_init__(self) -> None:
+        check_config("add_rms_norm", self)
 
 
 def default_config(num_channels: int, num_shares: int) -> Config:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config
+
 _ELEMENTS = 2048  # of a tile
 
 
@@ -12,10 +14,16 @@ class Config:
     Attributes:
         heads: The most heads of a program, a power of two.
         num_warps: Warps of a program.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     heads: int
     num_warps: int
+
+    def __post_init__(self) -> None:
+        check_config("rotate_and_store", self, heads=1)
 
 
 def default_config(dim: int) -> Config:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config, require
+
 
 @dataclass(frozen=True)
 class Config:
@@ -12,12 +14,19 @@ class Config:
         segment: The number of elements in a segment. Each channel's state is folded into segments.
         unroll: The number of tokens per turn of the loop. The tokens of the next turn are loaded meanwhile.
         num_warps: The number of warps per program.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     block_dim: int
     segment: int
     unroll: int
     num_warps: int
+
+    def __post_init__(self) -> None:
+        check_config("selective_scan", self, block_dim=1, segment=1)
+        require(self.unroll >= 1, f"selective_scan: config.unroll must be at least 1, got {self.unroll}")
 
 
 def default_config(state_dim: int, itemsize: int) -> Config:

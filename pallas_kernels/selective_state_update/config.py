@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config, require
+
 
 @dataclass(frozen=True)
 class Config:
@@ -12,12 +14,21 @@ class Config:
         tile_dim: The number of state rows per tile. A program has block_dim / tile_dim tiles.
         segment: The number of elements in a segment. Each state row is folded into segments.
         num_warps: The number of warps per program.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     block_dim: int
     tile_dim: int
     segment: int
     num_warps: int
+
+    def __post_init__(self) -> None:
+        check_config("selective_state_update", self, block_dim=1, tile_dim=1, segment=1)
+        is_right = self.tile_dim <= self.block_dim
+        wanted = f"config.tile_dim must be at most config.block_dim = {self.block_dim}"
+        require(is_right, f"selective_state_update: {wanted}, got {self.tile_dim}")
 
 
 def default_config(window: int, state_dim: int, itemsize: int) -> Config:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config
+
 
 @dataclass(frozen=True)
 class Config:
@@ -11,11 +13,17 @@ class Config:
         block_dim: The number of state rows (channels) per program, a power of two of at least 16.
         num_warps: The number of warps per program.
         num_stages: The number of chunks that are loaded and run at the same time.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     block_dim: int
     num_warps: int
     num_stages: int
+
+    def __post_init__(self) -> None:
+        check_config("ssd", self, block_dim=16)
 
 
 def default_config(channels: int, state_dim: int, chunk_size: int, itemsize: int) -> Config:

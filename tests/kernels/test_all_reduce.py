@@ -143,6 +143,15 @@ def test_tokens_that_mailboxes_do_not_hold_are_left_to_xla(rng):
         )
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 0, 3), (1, 2, 3, 0)], ids=str)
+def test_a_call_without_tokens_or_channels_takes_no_turn(shape):
+    mesh = mesh_of(1)
+    total, turn = on_devices(
+        mesh, mailboxes(mesh, 64), lambda boxes, x: all_reduce(x, boxes, jnp.int32(1)), jnp.zeros(shape)
+    )
+    assert (total.shape, turn.tolist()) == ((1, *shape[2:]), [1])
+
+
 def test_errors_name_the_bad_argument():
     mesh = mesh_of(1)
     boxes = Mailboxes.create(mesh, AXIS, 100)

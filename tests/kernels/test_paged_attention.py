@@ -302,7 +302,7 @@ def test_units_fill_the_cores(lengths, programs, unit):
     ("change", "message"),
     [
         (dict(shares=3), "config.shares must be a power of two, got 3"),
-        (dict(queries=0), "config.queries must be a power of two, got 0"),
+        (dict(queries=0), "config.queries must be a power of two of at least 16, got 0"),
         (dict(block=64), "config.block must divide config.split = 32, got 64"),
         (dict(groups=(3,)), "config.groups must be a power of two, got 3"),
         (dict(groups=(4, 2)), r"config.groups must grow from 2 to at most 8, got \[4, 2\]"),
@@ -357,6 +357,7 @@ def test_calls_without_tokens_or_rows(rng):
     ("change", "message"),
     [
         (dict(q=jnp.zeros((4, 3, 32))), "number of heads of keys must divide q's 3 heads, got 2"),
+        (dict(q=jnp.zeros((4, 0, 32))), "number of heads of keys must divide q's 0 heads, got 2"),
         (dict(value_dim=16), "value_dim must be given if and only if values is None, got 16"),
         (dict(values=None), "value_dim must be given if and only if values is None, got None"),
         (dict(values=None, value_dim=33), "value_dim must be from 1 to key_dim = 32, got 33"),

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config, require
+
 
 @dataclass(frozen=True)
 class DeferredConfig:
@@ -32,6 +34,8 @@ class DeferredConfig:
                 "DeferredConfig: block_value must be a multiple of tile_value, "
                 f"got {self.block_value} and {self.tile_value}"
             )
+        check_config("gated_delta_rule_deferred", self, block_value=16, tile_value=16, tile_key=16)
+        require(self.pieces >= 1, f"gated_delta_rule_deferred: config.pieces must be at least 1, got {self.pieces}")
 
 
 def default_config(rows: int, itemsize: int) -> DeferredConfig:

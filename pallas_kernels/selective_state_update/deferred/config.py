@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._check import check_config, require
+
 
 @dataclass(frozen=True)
 class DeferredConfig:
@@ -14,12 +16,19 @@ class DeferredConfig:
             2^-8 with one piece, 2^-16 with two and 2^-24 with three.
         dims_first: Whether the product with the state is computed as [channels, tokens] and not as [tokens, channels].
             With four warps and 64 channels, [channels, tokens] uses the tensor cores' wider instruction.
+
+    Raises:
+        ValueError: if a field is none of the numbers that it may be.
     """
 
     block_dim: int
     num_warps: int
     pieces: int
     dims_first: bool
+
+    def __post_init__(self) -> None:
+        check_config("selective_state_deferred", self, block_dim=16)
+        require(self.pieces >= 1, f"selective_state_deferred: config.pieces must be at least 1, got {self.pieces}")
 
 
 def default_config(state_dim: int, itemsize: int) -> DeferredConfig:
