@@ -42,7 +42,7 @@ needs_mosaic_gpu = pytest.mark.skipif(
 )
 
 
-def outcome(op, seed, implementations, lowered=0.1):
+def outcome(op, seed, implementations, lowered):
     """Traces a random call, which may be spoilt. Returns what came of it: "traced", "lowered", or why it was refused.
 
     Raises:
@@ -78,10 +78,10 @@ def is_refusal(text):
     return text.partition(":")[0] in (*GENERATORS, "causal_conv1d", "gated_delta_rule", "chunk_rows", "DeferredConfig")
 
 
-def check(op, implementations, quick, full):
+def check(op, implementations, quick, full, lowered):
     for seed in range(depth.examples(quick, full)):
         try:
-            outcome(op, seed, implementations)
+            outcome(op, seed, implementations, lowered)
         except Exception as error:
             error.add_note(f"{op}, seed {seed}")
             raise
@@ -96,13 +96,13 @@ def test_every_op_has_a_generator():
 
 @pytest.mark.parametrize("op", GENERATORS)
 def test_a_random_call_is_refused_with_a_reason_or_traces(op):
-    check(op, (None, "xla", "triton", "triton"), 2, 300)
+    check(op, (None, "xla", "triton", "triton"), 2, 300, 0.1)
 
 
 @needs_mosaic_gpu
 @pytest.mark.parametrize("op", BY_MOSAIC_GPU)
 def test_a_random_call_by_mosaic_gpu_is_refused_with_a_reason_or_traces(op):
-    check(op, ("mosaic_gpu",), 4, 600)
+    check(op, ("mosaic_gpu",), 4, 600, 1.0)
 
 
 CONFIGS = [
