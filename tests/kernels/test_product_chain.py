@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -68,8 +69,19 @@ CLEAR = 0.02
 
 
 def draw(rng, case, tokens=1):
-    """Returns the arguments of a case, at about unit scale after each step."""
-    make = lambda shape, dtype, deviation: jnp.asarray(deviation * rng.standard_normal(shape, np.float32), dtype)
+    """Returns the arguments of a case, at about unit scale after each step.
+
+    Large weights hold 65,536 numbers in random order. Drawing each of the 800 million weights of 257 experts would take
+    ten times as long.
+    """
+
+    def make(shape, dtype, deviation):
+        size = math.prod(shape)
+        numbers = (deviation * rng.standard_normal(min(size, 2**16), np.float32)).astype(jnp.dtype(dtype))
+        if size > len(numbers):
+            numbers = numbers[rng.integers(0, 2**16, size, np.uint16)]
+        return jnp.asarray(numbers.reshape(shape))
+
     return case.arguments(make, tokens)
 
 
@@ -86,14 +98,14 @@ def clearness(logits, top_k):
 def mixture(x, step, rounded):
     """Runs a mixture of experts in float64. Returns the sum, and how clear the choice is: see `CLEAR`."""
     assert np.asarray(step.valid).all()
-    up, down = (np.asarray(weight, np.float64) for weight in (step.up, step.down))
     sums, clear = [], np.inf
     for token in x:
         logits = rounded(np.asarray(step.router, np.float64) @ token)
         chosen, weights = chain_in_numpy.choice(logits, step)
-        gates, values = np.split(np.stack([up[expert] @ token for expert in chosen]), 2, axis=1)
+        up, down = (np.asarray(weight[jnp.asarray(chosen)], np.float64) for weight in (step.up, step.down))
+        gates, values = np.split(up @ token, 2, axis=1)
         hidden = rounded(silu(gates) * values)
-        sums.append(sum(w * down[expert] @ own for expert, w, own in zip(chosen, weights, hidden, strict=True)))
+        sums.append(sum(w * own_down @ own for own_down, w, own in zip(down, weights, hidden, strict=True)))
         clear = min(clear, clearness(logits[: step.routed], step.top_k))
     return np.stack(sums), clear
 
@@ -127,12 +139,16 @@ def oracle(x, steps, residual, dtype):
 
 
 def drawn_clearly(rng, case, tokens=1):
-    """Returns the arguments of a case and what the oracle computes of them. All choices of experts are clear."""
+    """Returns the arguments of a case and what the oracle computes of them. All choices of experts are clear.
+
+    Inputs are drawn until they are, with the same weights.
+    """
+    x, steps, residual = draw(rng, case, tokens)
     while True:
-        arguments = draw(rng, case, tokens)
-        *wanted, clear = oracle(*arguments, case.dtype)
+        *wanted, clear = oracle(x, steps, residual, case.dtype)
         if clear > CLEAR:
-            return arguments, wanted
+            return (x, steps, residual), wanted
+        x = jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype)
 
 
 def whole(out):
