@@ -4,7 +4,7 @@ JAX :=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all mutants soak soak-serve clients replicas integrations ahead lint audit docs wheel clean
+.PHONY: demo test test-all mutants soak soak-serve clients replicas integrations ahead gpu lint audit docs wheel clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,10 @@ ahead:
 	$(PYTHON) -m venv build/ahead
 	build/ahead/bin/python -m pip install --quiet --editable ".[dev]" "jax[cuda13]==0.11.2"
 	PYTHONPATH=tests build/ahead/bin/python tests/ahead.py $(AHEAD_ARGS)
+
+# All tests that need a GPU, on a machine that has one, with the Python that has JAX's plugin for it. It needs no installation.
+gpu:
+	$(PYTHON) tests/gpu/run.py $(GPU_ARGS)
 
 # The types that users see are checked as well, with mypy too.
 lint: $(VENV)/ready

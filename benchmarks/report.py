@@ -28,7 +28,7 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
     The share of crossing rows, the number of devices, the candidate and the routing are part of a case, if a row has them.
     """
-    of_case = lambda row: (row["case"], *map(row.get, ("crossing", "devices", "candidate", "routing")))
+    of_case = lambda row: tuple(map(row.get, ("kind", "case", "crossing", "devices", "candidate", "routing")))
     return list({of_case(row): row for row in rows}.values())
 
 
@@ -316,6 +316,14 @@ def launches_table(rows: list[Row]) -> str:
     return markdown(("program", "candidate", "launches"), lines)
 
 
+def check_table(rows: list[Row]) -> str:
+    """Makes a table of what has been checked on a GPU: tests, compute-sanitizer, soaks."""
+    counts = "passed", "failed", "errors", "requests", "wrong", "leaked"
+    found = lambda row: ", ".join(f"{row[name]} {name}" for name in counts if name in row)
+    lines = [(row["kind"], row["gpu"], row["jax"], row["commit"], row["date"], found(row)) for row in rows]
+    return markdown(("check", "GPU", "JAX", "commit", "date", "found"), lines)
+
+
 # For each kind of table: the field that only rows of this kind have, and the function that makes the table.
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "kernels": ("bandwidth_fraction", kernel_table),
@@ -341,6 +349,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "server": ("overhead_tpot_share", server_table),
     "tuning": ("op", tuning_table),
     "launches": ("compiled_for", launches_table),
+    "checks": ("failures", check_table),
 }
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import warnings
-from pathlib import Path
 
 # OpenBLAS' threads wait for each other a thousand times longer than the triangular system of a chunk takes.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -14,6 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import depth
+import gpu.files
 import jax
 import numpy as np
 import pytest
@@ -145,6 +145,10 @@ def pytest_collection_modifyitems(items):
         # The item's keywords would not do: the name of a folder is a keyword.
         # Compiled kernels have no deep cases: a GPU runs them all.
         if item.get_closest_marker("gpu"):
+            if not gpu.files.may_have_gpu_tests(item.path):
+                raise pytest.UsageError(
+                    f"tests/gpu/files.py does not find {item.path}, which has the GPU test {item.name}"
+                )
             if not on_gpu:
                 item.add_marker(no_gpu)
         elif item.get_closest_marker("deep") and not depth.is_full():
@@ -218,20 +222,6 @@ def give_programs(patch, buckets):
 
     make = lambda self: buckets(module, self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
     patch.setattr(runner.StepRunner, "buckets", property(make))
-
-
-@pytest.fixture
-def large_pool():
-    """Lets one process of this user at a time hold a pool of more than 2^31 elements (up to 9 GB) on the GPU.
-
-    A file's lock works under every way of giving tests to processes, and the system drops it when a process dies.
-    """
-    import fcntl
-
-    with Path(tempfile.gettempdir(), f"mamba_align_jax_large_pool_{os.getuid()}").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        jax.clear_caches()
 
 
 @pytest.fixture

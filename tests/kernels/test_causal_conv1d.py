@@ -109,7 +109,7 @@ def test_every_config_computes_the_same_bits(rng, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     x, _, _, _ = make(rng, [1], 4, jnp.bfloat16, extra_tokens=0)
     channels, blocks = 8192, 90000  # 2.2e9 elements
@@ -261,7 +261,7 @@ def test_every_prefill_config_computes_the_same_bits(rng, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng):
     channels, blocks = 8192, 90000  # 2.2e9 elements
     last = blocks - 1

@@ -162,7 +162,8 @@ def test_the_pool_of_a_launch_is_updated_in_place(rng, tokens, implementation):
 
 
 @pytest.mark.gpu
-def test_a_launch_reaches_blocks_beyond_2_to_the_31_elements(large_pool, rng):
+@pytest.mark.large_pool
+def test_a_launch_reaches_blocks_beyond_2_to_the_31_elements(rng):
     skip_if_unavailable("mosaic_gpu")
     case = Case("large", (256, "norm", 1088, Taps(4)), 256, (1024, 64))
     x, (*steps, step), residual = draw(rng, case, 4)

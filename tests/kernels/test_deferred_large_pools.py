@@ -20,7 +20,7 @@ CASES = [(name, "triton") for name in KINDS] + [(name, "mosaic_gpu") for name in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "implementation"), CASES)
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 def test_folds_reach_blocks_beyond_2_to_the_31_elements(rng, name, implementation):
     """A row reads the last block and folds into the one before it, with the bits of a small pool.
 

@@ -36,8 +36,8 @@ OF_EACH += [pytest.param(MOSAIC_GPU_BITS[0], "mosaic_gpu", marks=pytest.mark.gpu
 
 
 @pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize(("kind", "implementation"), CASES, ids=str)
 @pytest.mark.parametrize("schedule", ["all accepted", "three, all accepted", "one accepted", "random"])
+@pytest.mark.parametrize(("kind", "implementation"), CASES, ids=str)
 def test_schedules_of_drafts_change_no_bit(kind, schedule, implementation):
     """Folds, outputs and entries of accepted tokens are those of one token at a time.
 

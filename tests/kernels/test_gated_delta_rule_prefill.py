@@ -369,7 +369,7 @@ def test_a_kernel_matches_xla_on_a_long_row(rng, kernel, kda):
 
 
 @pytest.mark.parametrize("implementation", [pytest.param("triton", marks=GPU), MOSAIC_GPU])
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
     dims, blocks, n = Dims(4, 8, 128, 128), 16500, 70
     dtype = jnp.bfloat16 if implementation == "mosaic_gpu" else jnp.float32

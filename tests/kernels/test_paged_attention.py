@@ -131,7 +131,8 @@ def test_row_does_not_depend_on_other_rows(rng, dims, dtype, implementation, win
         begin, end = np.asarray(pack(lengths))[r : r + 2]
         q = batch.arguments["q"]
         alone = dict(
-            q=jnp.concatenate([q[begin:end], jnp.full((9, *q.shape[1:]), jnp.nan, dtype)]),
+            # One program runs each of the rows.
+            q=jnp.concatenate([q[begin:end], jnp.full((12 - (end - begin), *q.shape[1:]), jnp.nan, dtype)]),
             query_start_loc=pack([end - begin], padding_rows=1),
             num_computed_tokens=jnp.asarray([computed[r], 0], jnp.int32),
             page_table=jnp.pad(batch.arguments["page_table"][r : r + 1], ((0, 1), (0, 40)), constant_values=-7),
@@ -189,16 +190,16 @@ def test_xla_has_the_same_bits_for_every_kind_of_row(rng, optimized_programs):
     same_bits(batch.run(max_query_tokens=8, implementation="xla"), batch.run(implementation="xla"))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
-@pytest.mark.parametrize("window", [3, None])
 @pytest.mark.parametrize(
-    ("dims", "dtype"),
+    ("dims", "dtype", "window", "implementation"),
     [
-        ("4 of 32", jnp.float32),
+        *(("4 of 32", jnp.float32, window, "interpret") for window in (3, None)),
+        *(pytest.param("4 of 32", jnp.float32, window, "triton", marks=pytest.mark.gpu) for window in (3, None)),
         *(
-            pytest.param(dims, dtype, marks=pytest.mark.gpu)
-            for dims in ("16 of 256", "8 of 192", "latent 24 and 8")
-            for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+            # Every pair of two of them.
+            pytest.param(dims, dtype, (3, None)[(m + n) % 2], "triton", marks=pytest.mark.gpu)
+            for m, dims in enumerate(("16 of 256", "8 of 192", "latent 24 and 8"))
+            for n, dtype in enumerate((jnp.float32, jnp.bfloat16, jnp.float16))
         ),
     ],
 )
@@ -220,12 +221,19 @@ def test_programs_and_joined_groups_change_no_bit(rng, dims, dtype, window, impl
             same_bits(apart, together)
 
 
+DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dims", "page_size"), [("16 of 256", 16), ("8 of 192", 64), ("latent 576", 16), ("8 of 64", 24)]
+    ("dims", "page_size", "kind", "dtype"),
+    [
+        # Every pair of two of them.
+        (*dims, kind, DTYPES[(m + n) % 3])
+        for m, dims in enumerate([("16 of 256", 16), ("8 of 192", 64), ("latent 576", 16), ("8 of 64", 24)])
+        for n, kind in enumerate(["decode", "verify", "prompt"])
+    ],
 )
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("kind", ["decode", "verify", "prompt"])
 def test_default_configuration_over_long_rows(rng, dims, page_size, dtype, kind):
     """The kernel's own splits and shares, several times around."""
     lengths, computed = {
@@ -317,7 +325,8 @@ def test_bad_sizes_of_a_configuration(change, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [1, None])
-def test_pages_beyond_2_to_the_31_elements(rng, large_pool, window):
+@pytest.mark.large_pool
+def test_pages_beyond_2_to_the_31_elements(rng, window):
     """8.6 GB of keys: the last page is read, and not the one whose offset is smaller by 2^31."""
     page_size, dims = 512, Dims(4, 2, 128)
     pages = 2**31 // (page_size * dims.kv_heads * dims.key_dim) + 4

@@ -115,7 +115,8 @@ def test_slots_say_where_the_pages_of_each_row_are(rng):
 
 
 @GPU
-def test_pages_beyond_2_to_the_31_elements(rng, large_pool):
+@pytest.mark.large_pool
+def test_pages_beyond_2_to_the_31_elements(rng):
     """Keys and values of 4.3 GB each: the last page is read, and not the one whose offset is smaller by 2^31."""
     page_size, dims = 512, Dims(4, 2, 128)
     pages = 2**31 // (page_size * dims.kv_heads * dims.key_dim) + 4

@@ -162,7 +162,7 @@ def test_donated_pages_are_updated_in_place(rng, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 def test_pages_beyond_2_to_the_31_elements(rng):
     """The last page of pools of more than 2^31 elements is written, and not the one whose offset is smaller by 2^31."""
     dims, page_size = DIMS["8 of 128"], 512

@@ -281,7 +281,7 @@ def test_sizes_of_the_default_configuration_are_powers_of_two():
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 def test_scan_reaches_blocks_beyond_2_to_the_31_elements(rng):
     arguments, small, options = make(rng, [5], (1, 8192, 16, 1), extra_tokens=0)
     blocks = 16500

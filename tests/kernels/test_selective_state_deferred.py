@@ -66,6 +66,7 @@ BITS = [
 
 
 @pytest.mark.usefixtures("optimized_programs")
+@pytest.mark.parametrize("schedule", ["all accepted", "three, all accepted", "one accepted", "random"])
 @pytest.mark.parametrize(
     ("kind", "implementation"),
     [(kind, implementation) for kind in BITS for implementation in ("xla", "interpret")]
@@ -73,7 +74,6 @@ BITS = [
     + [pytest.param(kind, "mosaic_gpu", marks=pytest.mark.gpu) for kind in MOSAIC_GPU_KINDS[:4]],
     ids=str,
 )
-@pytest.mark.parametrize("schedule", ["all accepted", "three, all accepted", "one accepted", "random"])
 def test_schedules_of_drafts_change_no_bit(kind, schedule, implementation):
     """Folds, outputs and entries of accepted tokens are those of one token at a time.
 

@@ -243,7 +243,7 @@ def test_every_config_computes_the_same_numbers(rng, dims, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
 def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
     skip_if_unavailable(implementation)

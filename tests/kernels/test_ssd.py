@@ -341,7 +341,7 @@ def test_a_kernel_matches_xla_on_a_long_row(rng, kernel):
 
 
 @pytest.mark.parametrize("implementation", [pytest.param("triton", marks=pytest.mark.gpu), MOSAIC_GPU])
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 def test_ssd_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
     dims, blocks, dtype = Dims(8, 128, 128), 16500, jnp.bfloat16 if implementation == "mosaic_gpu" else jnp.float32
     packed, fixed, small = make(rng, [70], dims, dtype, extra_tokens=0)

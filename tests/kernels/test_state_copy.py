@@ -77,7 +77,7 @@ def test_empty_batches_and_skipped_rows_change_nothing(rng, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 def test_reaches_blocks_beyond_2_to_the_31_elements():
     blocks, state = 4200, (32, 128, 128)  # 2.2e9 float16 elements
     pool = jnp.zeros((1, blocks, *state), jnp.float16)

@@ -182,7 +182,8 @@ def test_a_pool_of_the_other_layout_is_refused(rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("large_pool", "in_layout_kv")
+@pytest.mark.large_pool
+@pytest.mark.usefixtures("in_layout_kv")
 def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     dims, blocks = update_tests.Dims(4, 8, 128, 128), 16500
     qkv, a, b, A_log, dt_bias, small = make(rng, [1], dims, extra_tokens=0)

@@ -107,7 +107,7 @@ def test_a_pool_of_the_other_layout_is_refused(rng, op):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("large_pool")
+@pytest.mark.large_pool
 def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     channels, blocks = 8192, 90000  # 2.2e9 elements
     last = blocks - 1
