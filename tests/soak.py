@@ -9,7 +9,12 @@ pools, some steps are interrupted at a line that is drawn, and during some other
 
 import argparse
 import dataclasses
+import gc
+import itertools
+import json
 import logging
+import math
+import resource
 import sys
 import threading
 import time
@@ -464,11 +469,13 @@ class Watch:
             self.known[key] = name if self.known.get(key, name) == name else 0
 
 
-def soak(engine, traffic, judge, count, report=lambda line: None):
+def soak(engine, traffic, judge, count, report=lambda line: None, end=math.inf):
     """Serves `count` requests in bursts and lulls; some are aborted, some steps raise, and the cache is reset at times.
 
+    At `end`, as `time.monotonic` tells the time, no request is added any more.
+
     Returns:
-        A list of what is wrong, and the numbers of ties, of leaks, of aborted and of refused requests.
+        A list of what is wrong, and the numbers of requests, of ties, of leaks, of aborted and of refused requests.
     """
     rng, watch, slots = traffic.rng, Watch(engine), engine.config.max_num_seqs
     wrong, ties, added, judged, served, again = [], 0, 0, 0, [], None
@@ -476,6 +483,8 @@ def soak(engine, traffic, judge, count, report=lambda line: None):
     # The largest number of requests at once. Many requests take each other's blocks; few find what others have left.
     crowd = slots
     while added < count or watch.live:
+        if time.monotonic() > end:
+            count = added
         if not crowd and not watch.live:
             watch.rest()
             crowd = traffic.pick(1, 3, slots, slots, 2 * slots, 2 * slots)
@@ -517,7 +526,7 @@ def soak(engine, traffic, judge, count, report=lambda line: None):
             report(f"{judged}/{count} requests, {engine.stats.steps} steps, {said - begin:.0f} s")
     watch.rest()
     assert judged == count, f"{judged} of {count} requests came back"
-    return wrong + watch.wrong, ties, watch.leaked, watch.aborted, watch.refused
+    return wrong + watch.wrong, judged, ties, watch.leaked, watch.aborted, watch.refused
 
 
 def logprobs_fit(params, output):
@@ -539,7 +548,7 @@ def shares(count, configs):
 
 
 def parts(seed, stub, model):
-    """Yields (name, number of requests, engine, traffic, judge) of every configuration."""
+    """Yields (name, number of requests, make) of every configuration. `make` returns its engine, traffic and judge."""
     rng = np.random.default_rng(seed)
     books = [rng.integers(0, VOCAB, 400).tolist() for _ in range(12)]
     speller = Speller(STUTTER, adds=True)
@@ -548,21 +557,52 @@ def parts(seed, stub, model):
         yield (
             f"stub, {name}",
             share,
-            Engine(speller, config),
-            SoakTraffic([seed, share], books, config, True),
-            Exactly(),
+            lambda config=config, share=share: (
+                Engine(speller, config),
+                SoakTraffic([seed, share], books, config, True),
+                Exactly(),
+            ),
         )
     if model:
         bundled = load_model(BYTE_MODEL, "float32")
         text = encode("".join(thing.__doc__ for thing in (argparse.ArgumentParser, SamplingParams, EngineConfig)))
-        books, judge = [text[start:][:400] for start in range(0, 960, 80)], ByReference(bundled)
+        texts, judge = [text[start:][:400] for start in range(0, 960, 80)], ByReference(bundled)
         for name, share, options in shares(model, MODEL_CONFIGS):
             config = EngineConfig(**{**MODEL, **options})
-            yield f"model, {name}", share, Engine(bundled, config), SoakTraffic([seed, share], books, config), judge
+            yield (
+                f"model, {name}",
+                share,
+                lambda config=config, share=share: (
+                    Engine(bundled, config),
+                    SoakTraffic([seed, share], texts, config),
+                    judge,
+                ),
+            )
+
+
+def rounds(options):
+    """Yields (seed, name, number of requests, make): one round, or with `--seconds` rounds with further seeds without end.
+
+    With `--seconds` a round begins at another configuration for each seed, so that short rounds reach all of them.
+    """
+    for seed in itertools.count(options.seed, options.stride) if options.seconds else [options.seed]:
+        every = [
+            (seed, *part) for part in parts(seed, options.requests, options.model_requests) if options.only in part[0]
+        ]
+        first = seed % len(every) if options.seconds and every else 0
+        yield from every[first:] + every[:first]
+
+
+def memory():
+    """Returns the bytes in use of the host, where Linux says so, and of the device, where it is no CPU."""
+    gc.collect()
+    statm = Path("/proc/self/statm")
+    host = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else None
+    return host, (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use")
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000, help="through the stub")
     parser.add_argument("--model-requests", type=int, default=1_000, help="through the bundled model")
     parser.add_argument("--seed", type=int, default=0)
@@ -571,29 +611,46 @@ def main(arguments=None):
         default="",
         help="run only the configurations whose names contain this, with their share of the requests",
     )
+    parser.add_argument(
+        "--seconds", type=float, help="go on with further seeds, and add no request after so many seconds"
+    )
+    parser.add_argument("--stride", type=int, default=1, help="between the seeds of --seconds; processes share them so")
+    parser.add_argument("--json", type=Path, help="append what each configuration has done to this file")
     options = parser.parse_args(arguments)
     logging.disable()
     total, wrong, ties, leaked = 0, 0, 0, 0
-    for name, count, engine, traffic, judge in parts(options.seed, options.requests, options.model_requests):
-        if options.only not in name:
-            continue
+    end = time.monotonic() + options.seconds if options.seconds else math.inf
+    for seed, name, count, make in rounds(options):
+        if time.monotonic() > end:
+            break
         begin = time.perf_counter()
+        engine, traffic, judge = make()
         poison(engine)
         engine.warmup()
         say = lambda line, name=name: print(f"{name}: {line}", flush=True)
-        bad, tied, lost, aborted, refused = soak(engine, traffic, judge, count, say)
-        stats = engine.stats
+        bad, done, tied, lost, aborted, refused = soak(engine, traffic, judge, count, say, end)
+        stats, seconds = engine.stats, time.perf_counter() - begin
+        cached = stats.cached_tokens / max(stats.prompt_tokens, 1)
         say(
-            f"{count} requests in {time.perf_counter() - begin:.0f} s, {stats.steps} steps: {len(bad)} wrong, {tied} ties, "
-            f"{lost} leaked; {stats.cached_tokens / stats.prompt_tokens:.0%} cached, {stats.preemptions} preemptions, "
+            f"{done} requests in {seconds:.0f} s, {stats.steps} steps: {len(bad)} wrong, {tied} ties, "
+            f"{lost} leaked; {cached:.0%} cached, {stats.preemptions} preemptions, "
             f"{stats.evicted_state_blocks} evictions, {aborted} aborts, {refused} refused, {stats.failed_requests} failed, "
             f"drafts {stats.draft_tokens} accepted {stats.accepted_tokens}, {stats.null_reads} lost states"
         )
         for output in bad[:3]:
             say(f"wrong: {output}")
-        total, wrong, ties, leaked = total + count, wrong + len(bad), ties + tied, leaked + lost + stats.null_reads
+        lost += stats.null_reads
+        total, wrong, ties, leaked = total + done, wrong + len(bad), ties + tied, leaked + lost
+        steps = stats.steps
         # Another configuration has other programs, and those of all need more maps of memory than Linux gives a process.
+        del engine, traffic, judge, make, stats
         jax.clear_caches()
+        host, device = memory()
+        if options.json:
+            row = dict(seed=seed, name=name, requests=done, steps=steps, seconds=round(seconds, 1))
+            row |= dict(wrong=len(bad), ties=tied, leaked=lost, host_bytes=host, device_bytes=device)
+            with options.json.open("a") as file:
+                file.write(json.dumps(row) + "\n")
     print(f"requests={total} wrong={wrong} ties={ties} leaked={leaked}")
     return int(wrong > 0 or leaked > 0)
 

@@ -82,8 +82,8 @@ def soaked(count, seed=0):
 
 
 def test_small_soak():
-    engine, (wrong, ties, leaked, aborted, refused) = soaked(250, seed=1)
-    assert (wrong, ties, leaked) == ([], 0, 0)
+    engine, (wrong, done, ties, leaked, aborted, refused) = soaked(250, seed=1)
+    assert (wrong, done, ties, leaked) == ([], 250, 0, 0)
     stats = engine.stats
     assert min(aborted, refused, stats.preemptions, stats.evicted_state_blocks, stats.cached_tokens) > 10
     assert all(
@@ -158,7 +158,7 @@ BUGS = {
 def test_soak_finds_bug(bug, monkeypatch):
     wrapped(monkeypatch, *BUGS[bug])
     soaks = (soaked(100, seed)[1] for seed in range(8))
-    assert any(wrong or leaked for wrong, _, leaked, *_ in soaks)
+    assert any(wrong or leaked for wrong, _, _, leaked, *_ in soaks)
 
 
 @dataclass(frozen=True)
