@@ -107,7 +107,8 @@ def carry_states(
             """Takes the next part of a head, if there is one, and tells the others."""
             take_next(taken, told)
             found = Taken.of(refs, work, told[0])
-            tell(found, told)
+            # `take_next` has stored the number, and other threads may still read it.
+            tell(found[1:], told, first=1)
             pm.arrive(refs.taken)
             return found
 

@@ -40,12 +40,12 @@ class Work(NamedTuple):
         return *divide(rest, self.value_heads), part
 
 
-def tell(numbers: Any, told: Any) -> None:
-    """Writes int32 numbers to shared memory, by one warpgroup."""
+def tell(numbers: Any, told: Any, first: int) -> None:
+    """Writes int32 numbers to an array in shared memory, from the `first` place on, by one warpgroup."""
 
     def body(_: Any, told: Any, *numbers: Any) -> None:
         with pm.only_if(code.is_equal(pm.thread_index_again(), 0)):
-            for n, number in enumerate(numbers):
+            for n, number in enumerate(numbers, first):
                 memref.store(number, told, code.indices(pm.constant(n)))
         pm.warpgroup_barrier()
 
