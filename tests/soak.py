@@ -160,7 +160,7 @@ class Exactly:
         self.stutter = stutter
 
     def __call__(self, served):
-        """Returns the wrong outputs and the number of ties among pairs of (params, output)."""
+        """Returns what is wrong, with what would be right, and the number of ties among pairs of (params, output)."""
         wrong = []
         for params, output in served:
             tokens, first = [*output.prompt_token_ids, *output.token_ids], len(output.prompt_token_ids)
@@ -168,7 +168,7 @@ class Exactly:
             if params.temperature > 0:
                 right = answers(-((np.arange(VOCAB) - right[:, None]) ** 2), params, first)
             if not np.array_equal(right, output.token_ids):
-                wrong.append(output)
+                wrong.append((right.tolist(), params, output))
         return wrong, 0
 
 
@@ -193,7 +193,7 @@ class ByReference:
             differ = answers(here, params, first) != output.token_ids
             gaps = [self.gap(here[n], params, first + n, output.token_ids[n]) for n in np.flatnonzero(differ)]
             if any(gap > self.reference.tau(here) for gap in gaps):
-                wrong.append(output)
+                wrong.append((params, output))
             ties += len(gaps)
         return wrong, ties
 
