@@ -72,6 +72,8 @@ SLOWEST = (
 )
 
 
+# Folders whose modules have the same engine, and so the same programs.
+SHARED_PROGRAMS = ("serve",)
 NO_TIME = "no time is left for deep tests"
 
 # Without the extra `serve`, as on a machine that only has the core's dependencies, the server's tests are left out.
@@ -126,8 +128,10 @@ def pytest_make_collect_report(collector):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    """Makes a warning an error while a test runs, skips GPU tests and deep tests, and puts the slowest files first.
+def pytest_collection_modifyitems(config, items):
+    """Makes a warning an error while a test runs, leaves out what can't run here, and puts the slowest files first.
+
+    GPU tests are left out where JAX sees no GPU, and deep tests from a quick run. pytest counts them as deselected.
 
     The setting `filterwarnings = error` would also hold while pytest starts and ends. A warning of any plugin that is
     installed would then end the run.
@@ -135,31 +139,27 @@ def pytest_collection_modifyitems(items):
     # conftest.py files of folders have marked their deep cases before, as this hook runs last.
     expected = [f"ignore:{message}:{category.__name__}" for message, category in EXPECTED_WARNINGS]
     strict = pytest.mark.filterwarnings("error", *expected)
-    no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
-    no_depth = pytest.mark.skip(reason="needs --depth=full")
-    on_gpu = jax.default_backend() == "gpu"
+    for item in items:
+        # The item's keywords would not do: the name of a folder is a keyword.
+        if item.get_closest_marker("gpu") and not gpu.files.may_have_gpu_tests(item.path):
+            raise pytest.UsageError(f"tests/gpu/files.py does not find {item.path}, which has the GPU test {item.name}")
+    # Whether each kind of test runs. Compiled kernels have no deep cases: a GPU runs them all.
+    on_gpu, is_full = jax.default_backend() == "gpu", config.getoption("depth") == "full"
+    runs = lambda item: on_gpu if item.get_closest_marker("gpu") else is_full or not item.get_closest_marker("deep")
+    left_out = [item for item in items if not runs(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if runs(item)]
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
     for item in items:
         # pytest applies the first marker first, and a later filter wins: a test's own filters come after this one.
         item.add_marker(strict, append=False)
-        # The item's keywords would not do: the name of a folder is a keyword.
-        # Compiled kernels have no deep cases: a GPU runs them all.
-        if item.get_closest_marker("gpu"):
-            if not gpu.files.may_have_gpu_tests(item.path):
-                raise pytest.UsageError(
-                    f"tests/gpu/files.py does not find {item.path}, which has the GPU test {item.name}"
-                )
-            if not on_gpu:
-                item.add_marker(no_gpu)
-        elif item.get_closest_marker("deep") and not depth.is_full():
-            item.add_marker(no_depth)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Skips a deep test of a full run that has become a quick one. A quick run has skipped it before."""
-    began_full = item.config.getoption("depth") == "full"
-    if began_full and item.get_closest_marker("deep") and not item.get_closest_marker("gpu") and not depth.is_full():
+    """Skips a deep test of a full run that has become a quick one. A quick run has left it out before."""
+    if item.get_closest_marker("deep") and not item.get_closest_marker("gpu") and not depth.is_full():
         pytest.skip(NO_TIME)
 
 
@@ -172,14 +172,15 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs():
+def programs(request):
     """Sets how a module's programs are compiled, and drops them after the module."""
     if QUICK and jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)
     yield
     # A program holds memory maps, of which Linux gives a process 65,530. The programs of the whole suite need more,
     # and XLA crashes when they run out.
-    jax.clear_caches()
+    if request.path.parent.name not in SHARED_PROGRAMS:
+        jax.clear_caches()
 
 
 @pytest.fixture
