@@ -17,6 +17,7 @@ import gpu.files
 import jax
 import numpy as np
 import pytest
+import quick
 from hypothesis import Phase, settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -88,9 +89,10 @@ def pytest_report_header():
 def pytest_addoption(parser):
     parser.addoption(
         "--depth",
-        choices=("quick", "full"),
+        choices=("quick", "cases", "full"),
         default="quick",
-        help="quick: a part of the long searches and products of cases; full: all of them, as `make test-all` runs",
+        help="quick: short searches, and some cases of each test; cases: short searches, and the cases that tests/quick.py "
+        "leaves out; full: everything, as `make test-all` runs",
     )
     parser.addoption(
         "--deep-minutes",
@@ -136,7 +138,8 @@ def pytest_collection_modifyitems(config, items):
     The setting `filterwarnings = error` would also hold while pytest starts and ends. A warning of any plugin that is
     installed would then end the run.
     """
-    # conftest.py files of folders have marked their deep cases before, as this hook runs last.
+    if config.getoption("depth") != "cases":
+        quick.mark(items)
     expected = [f"ignore:{message}:{category.__name__}" for message, category in EXPECTED_WARNINGS]
     strict = pytest.mark.filterwarnings("error", *expected)
     for item in items:
@@ -144,9 +147,17 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("gpu") and not gpu.files.may_have_gpu_tests(item.path):
             raise pytest.UsageError(f"tests/gpu/files.py does not find {item.path}, which has the GPU test {item.name}")
     # Whether each kind of test runs. Compiled kernels have no deep cases: a GPU runs them all.
+    # Sizes that are left to a GPU are compiled there, and not interpreted.
     on_gpu, is_full = jax.default_backend() == "gpu", config.getoption("depth") == "full"
-    runs = lambda item: on_gpu if item.get_closest_marker("gpu") else is_full or not item.get_closest_marker("deep")
+
+    def runs(item):
+        if item.get_closest_marker("gpu"):
+            values = item.callspec.params if hasattr(item, "callspec") else {}
+            return on_gpu and values.get("implementation") != "interpret"
+        return is_full or not item.get_closest_marker("deep")
+
     left_out = [item for item in items if not runs(item)]
+    config.stash[quick.LEFT_OUT] = left_out
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if runs(item)]

@@ -41,7 +41,7 @@ DEFERRED = (
 )
 OPTIONS = (
     *("-x", "-q", "--tb=no", "-p", "no:cacheprovider"),
-    *("--hypothesis-seed=0", "--hypothesis-profile=no_shrinking"),
+    *("--depth=cases", "--hypothesis-seed=0", "--hypothesis-profile=no_shrinking"),
 )
 AT_ONCE = 2
 LONGEST_S = 600

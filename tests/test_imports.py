@@ -59,7 +59,7 @@ CORE = ["mamba_align_jax.align", "mamba_align_jax.metadata", "mamba_align_jax.vl
 
 
 def python(program):
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

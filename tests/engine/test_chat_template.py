@@ -172,5 +172,5 @@ def test_threads_get_their_own_prompts():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert wrong == []

@@ -21,7 +21,7 @@ def test_calls_are_made_in_order_and_answered():
 
 def test_start_does_not_wait():
     thread, gate = CommandThread(), threading.Event()
-    answer = thread.start(gate.wait, 60)
+    answer = thread.start(gate.wait, 300)
     gate.set()
     assert answer.result()
 
@@ -55,7 +55,7 @@ def test_the_thread_ends_with_its_owner_and_keeps_nothing_that_it_has_called():
     assert alive() is None
     del thread
     gc.collect()
-    worker.join(60)
+    worker.join(300)
     assert not worker.is_alive()
 
 
@@ -80,7 +80,7 @@ answers = [thread.start(slow, number) for number in range(2)]
 {last}
 sys.exit(7)
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert (run.returncode, run.stdout.split()) == (7, ["0", "1", "end"]), run.stderr
 
 

@@ -50,7 +50,7 @@ def gate(monkeypatch):
     gate, run_step = threading.Event(), runner.run_step
 
     def waiting(*arguments, **static):
-        assert gate.wait(60)
+        assert gate.wait(300)
         return run_step(*arguments, **static)
 
     monkeypatch.setattr(runner, "run_step", waiting)
@@ -128,7 +128,7 @@ def test_what_is_read_of_the_device_is_what_the_last_step_leaves(rng, gate):
     reader.join(0.2)
     assert reader.is_alive()
     gate.set()
-    reader.join(60)
+    reader.join(300)
     assert not any(array.is_deleted() for array in arrays)
     assert engine.runner.is_intact()
 

@@ -151,19 +151,24 @@ def test_other_threads_go_on_while_a_long_text_is_encoded():
     own, text = load_tokenizer(BYTE_MODEL), "def read(self): " * 40_000
     alone = tokenizers.Tokenizer.from_file(str(BYTE_MODEL / "tokenizer.json"))
     wanted = alone.encode(text).ids
-    ended, ticks = threading.Event(), []
 
-    def tick():
-        while not ended.wait(0.001):
-            ticks.append(time.perf_counter())
+    def ticks():
+        """The number of times that another thread runs during a call."""
+        ended, moments = threading.Event(), []
 
-    ticking = threading.Thread(target=tick)
-    ticking.start()
-    begin = time.perf_counter()
-    found = own.encode(text)
-    end = time.perf_counter()
-    ended.set()
-    ticking.join()
-    assert list(found) == wanted
-    # Two could come while the call begins and ends. There are hundreds if no thread waits.
-    assert sum(begin < moment < end for moment in ticks) > 10
+        def tick():
+            while not ended.wait(0.001):
+                moments.append(time.perf_counter())
+
+        ticking = threading.Thread(target=tick)
+        ticking.start()
+        begin = time.perf_counter()
+        found = own.encode(text)
+        end = time.perf_counter()
+        ended.set()
+        ticking.join()
+        assert list(found) == wanted
+        return sum(begin < moment < end for moment in moments)
+
+    # Two could come while a call begins and ends. There are hundreds if no thread waits, unless the machine is busy.
+    assert any(ticks() > 10 for _ in range(20))

@@ -23,8 +23,8 @@ def poison(engine):
 
 
 def load_two_layers(path):
-    """The third and fourth layer of a model in float32, which are one of each kind: more take long to compile."""
-    model, layers = load_model(path, "float32"), slice(2, 4)
+    """The last two layers of a model in float32, which are one of each kind: more take long to compile."""
+    model, layers = load_model(path, "float32"), slice(-2, None)
     model.config = dataclasses.replace(model.config, num_hidden_layers=2, layer_types=model.config.layer_types[layers])
     model.layers = nnx.List(list(model.layers)[layers])
     return model

@@ -30,11 +30,11 @@ class Served:
     def __exit__(self, *error):
         self.client.close()
         self.server.should_exit = True
-        self.thread.join(60)
+        self.thread.join(300)
         assert not self.thread.is_alive(), "the server does not stop"
 
     def new_client(self, **options):
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120, trust_env=False, **options)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=300, trust_env=False, **options)
 
     def post(self, path, content, **options):
         # httpx would not write half of a surrogate pair.
@@ -81,7 +81,7 @@ def parse_events(text):
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"

@@ -30,7 +30,7 @@ from pallas_kernels.product_chain import (
 from pallas_kernels.product_chain._schedule import TOKENS_ROWS, WIDTH, schedule_of_tokens
 from pallas_kernels.product_chain._steps import gated_norm_of, norms_of, weights_of
 
-PATIENCE = 60  # seconds after which programs that wait for each other have failed
+PATIENCE = 300  # seconds after which programs that wait for each other have failed
 
 CAPACITY = 2**15  # numbers that a side of a mailbox holds
 DEVICE = 2**40  # bytes between the first addresses of two devices' memory

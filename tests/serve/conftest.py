@@ -1,11 +1,13 @@
-"""A server of the bundled model, which the tests of a module share."""
+"""A server of two layers of the bundled model, which the tests of a module share. Other modules share its programs."""
 
 import pytest
+from fakes.engines import load_two_layers
 from fakes.http import Served
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.chat_template import load_chat_template
+from mamba_align_jax.engine.text import load_tokenizer
 from mamba_align_jax.serve.settings import Limits, Settings
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=128, max_prefill_rows=2, max_model_len=512, max_waiting=128)
@@ -16,7 +18,7 @@ KEYS = ("sk-first", "sk-second")
 
 @pytest.fixture(scope="module")
 def engine(few_programs):
-    engine = Engine.from_pretrained(BYTE_MODEL, EngineConfig(**SIZES), dtype="float32")
+    engine = Engine(load_two_layers(BYTE_MODEL), EngineConfig(**SIZES), tokenizer=load_tokenizer(BYTE_MODEL))
     engine.generate([1, 2, 3])
     return engine
 

@@ -279,9 +279,9 @@ def leaked(port, patience=60):
         time.sleep(0.2)
 
 
-def judge(answers):
-    """Returns how many streams have a wrong token, and how many tokens are ties."""
-    reference = Reference(load_model(BYTE_MODEL, "float32"))
+def judge(answers, model):
+    """Returns how many streams have a token that is wrong for the model, and how many tokens are ties."""
+    reference = Reference(model)
     verdicts = [reference.judge(prompt, tokens) for prompt, tokens in answers]
     return sum(not verdict.right for verdict in verdicts), sum(verdict.ties for verdict in verdicts)
 
@@ -350,7 +350,7 @@ def main():
     # No client may make the server log an error.
     seen.expect("Traceback" not in Path(log).read_text(), f"there are errors in {log}")
     say(f"{seen.finished} streams have ended, {len(seen.answers)} different ones are judged")
-    wrong, ties = judge(seen.answers)
+    wrong, ties = judge(seen.answers, load_model(BYTE_MODEL, "float32"))
     print(f"rude: {dict(seen.rude)}; busy: {dict(seen.refused)}; refused calls by the server's count: {refusals:.0f}")
     for fault in sorted(set(seen.faults)):
         print(f"fault: {fault}")

@@ -41,7 +41,7 @@ def test_a_bad_schema_is_refused_in_time(grammars, schema):
     begin = time.monotonic()
     with pytest.raises(ValueError, match="response_format must"):
         grammars.check(Grammar("json_schema", schema))
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60  # A bomb would take hours.
     grammars.check(Grammar("json_schema", "{}"))
 
 
@@ -74,6 +74,6 @@ def test_a_template_bomb_costs_its_own_call_alone(engine):
         # The bombs go off one after the other.
         assert len(replies) < 2
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
         assert [reply.json()["error"]["code"] for reply in replies] == ["chat_template"] * 2
         assert served.post("/v1/chat/completions", {"messages": [message], "max_tokens": 1}).status_code == 200

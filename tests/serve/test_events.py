@@ -26,7 +26,7 @@ from mamba_align_jax.serve.event_stream import decode, encode
 ANY_PORT = "tcp://127.0.0.1:*"
 PAGES = [PageStored(11, None, (1, 2), b"tenant"), PageStored(12, 11, (3, 4), b"tenant"), PageStored(22, 21, (5, 6))]
 EVENTS = [CacheCleared(), *PAGES, StateStored(12, 4), PageRemoved(22), PageRemoved(21), StateRemoved(12)]
-PATIENCE = 30
+PATIENCE = 300
 
 imported = st.builds(PageStored, st.integers(0, 9), st.none(), st.just(()))
 page = imported | st.builds(PageStored, st.integers(0, 9), st.none() | st.integers(0, 9), st.just((1, 2)))

@@ -3,10 +3,12 @@
 import asyncio
 import random
 
+from fakes.engines import load_two_layers
 from fakes.http import Served
 from serve import load
 from serve.conftest import LIMITS
 
+from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.serve.settings import Settings
 
 
@@ -22,12 +24,12 @@ def test_streams_are_right_beside_rude_clients_and_nothing_leaks(engine, caplog)
     assert not seen.faults, sorted(set(seen.faults))
     assert not [record for record in caplog.records if record.exc_info], "a client made the server log an error"
     assert enough(), seen
-    assert load.judge(seen.answers)[0] == 0
+    assert load.judge(seen.answers, load_two_layers(BYTE_MODEL))[0] == 0
 
 
 def test_a_wrong_token_and_a_fault_are_noticed():
     prompt = tuple(b"def read(self")
-    assert load.judge({(prompt, (0, 0, 0))})[0] == 1
+    assert load.judge({(prompt, (0, 0, 0))}, load_two_layers(BYTE_MODEL))[0] == 1
     seen = load.Seen()
     seen.expect(False, "a fault")
     assert seen.faults == ["a fault"]

@@ -41,13 +41,13 @@ class Router:
         self.thread.start()
         wait_until(lambda: self.server.started)
         port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300, trust_env=False)
         return self
 
     def __exit__(self, *error):
         self.client.close()
         self.server.should_exit = True
-        self.thread.join(60)
+        self.thread.join(300)
         assert not self.thread.is_alive()
 
     def call(self, path="/v1/completions", key="sk-first", **fields):

@@ -62,12 +62,13 @@ def test_what_is_no_mesh_is_refused_by_name(mesh):
 
 
 @pytest.mark.parametrize("name", ["four_devices.py", "layouts_on_devices.py"])
-def test_on_several_devices(name):
+def test_on_several_devices(name, pytestconfig):
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     # XLA on a CPU needs more threads than devices: a triangular solve waits in one thread for others.
     environment = {**os.environ, "PYTHONPATH": path, "NPROC": "16", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "pytest", "-v", "--durations=9", "-p", "no:cacheprovider"]
-    command += ["--depth=full"] if depth.is_full() else []
+    asked = pytestconfig.getoption("depth")
+    command += [f"--depth={'quick' if asked == 'full' and not depth.is_full() else asked}"]
     # A process that hangs first says where, and then ends: it must not stop the whole suite.
     command += ["-o", f"faulthandler_timeout={LIMIT // 2}", str(Path(__file__).with_name(name))]
     try:

@@ -1,0 +1,79 @@
+"""A quick run keeps the cases that its rules say, and still runs every op, mode, policy, family and way of stepping."""
+
+import fnmatch
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import quick
+
+import pallas_kernels
+from mamba_align_jax.align.policy import POLICIES
+from mamba_align_jax.models import ARCHITECTURES
+
+TESTS = Path(quick.__file__).parent
+
+
+class Case:
+    """A case of a test as pytest collects it."""
+
+    def __init__(self, **values):
+        self.callspec, self.values = self, tuple(values.values())
+        self.params = values
+        self.indices = {name: CHOICES[name].index(value) for name, value in values.items()}
+
+
+CHOICES = {"op": ["a", "b", "c"], "how": ["xla", "interpret"], "size": [1, 2]}
+
+
+def cases():
+    return [Case(**dict(zip(CHOICES, values, strict=True))) for values in itertools.product(*CHOICES.values())]
+
+
+@pytest.mark.parametrize(("keep", "size", "count"), [(quick.once, 1, 3), (quick.pairs, 2, 6)])
+def test_every_value_or_pair_of_values_is_kept(keep, size, count):
+    of = lambda some: {pair for case in some for pair in itertools.combinations(case.indices.items(), size)}
+    kept = keep(cases())
+    assert of(kept) == of(cases())
+    assert len(kept) == count
+
+
+def test_the_first_cases_are_kept():
+    assert [case.values for case in quick.first(1)(cases())] == [("a", "xla", 1)]
+    assert [case.values for case in quick.first(1, per="op")(cases())] == [(op, "xla", 1) for op in "abc"]
+    kept = [case.values for case in quick.first(1, of="interpret")(cases())]
+    assert [values for values in kept if "interpret" in values] == [("a", "interpret", 1)]
+    assert len(kept) == 7
+
+
+def test_cases_of_some_values_are_kept_if_there_are_any():
+    assert {case.values[0] for case in quick.only("b", "c")(cases())} == {"b", "c"}
+    assert len(quick.only("another")(cases())) == 12
+    assert quick.nothing(cases()) == []
+
+
+def test_every_rule_is_for_a_test():
+    names = [
+        f"{path.relative_to(TESTS).as_posix()}::{name}"
+        for path in TESTS.rglob("*.py")
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    ]
+    assert [pattern for pattern, _ in quick.RULES if not fnmatch.filter(names, pattern)] == []
+
+
+def words(items):
+    """The words in the names of cases that run here."""
+    names = (item.nodeid.partition("::")[2] for item in items if not item.get_closest_marker("gpu"))
+    return {word for name in names for word in re.findall(r"\w+", name)}
+
+
+def test_every_op_mode_policy_family_and_way_of_stepping_still_runs(request):
+    """The check needs all tests, so it says nothing in a run of some."""
+    kept, left_out = request.session.items, request.config.stash[quick.LEFT_OUT]
+    collected = {item.path for item in (*kept, *left_out)}
+    if {path for path in TESTS.rglob("test_*.py")} <= collected:
+        needed = {*vars(pallas_kernels), *POLICIES, *ARCHITECTURES, "none", "align", "all"}
+        needed |= {"xla", "interpret", "sync", "async", "drafts", "ahead", "served"}
+        assert needed & words(left_out) <= words(kept)
+        assert {path.parent for path in collected} == {item.path.parent for item in kept}
