@@ -175,7 +175,9 @@ def pytest_runtest_setup(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Says how many deep tests were left out for want of time."""
+    """Says how much CPU time the run took with its processes, and how many deep tests were left out for want of time."""
+    user, system, of_children, system_of_children, _ = os.times()
+    terminalreporter.write_line(f"{user + system + of_children + system_of_children:.0f} s of CPU time")
     late = sum(NO_TIME in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ()))
     if late:
         minutes = config.getoption("deep_minutes")

@@ -1,6 +1,7 @@
 """A full run goes on as a quick one after `--deep-minutes`, and says what it left out."""
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,4 +32,5 @@ def test_deep_tests_that_come_too_late_are_counted(options, is_said):
     said = "2 deep tests were left out, because 0 minutes had passed" in run.stdout
     assert said == is_said, run.stdout + run.stderr
     assert ("were left out" in run.stdout) == is_said
+    assert int(re.search(r"^(\d+) s of CPU time$", run.stdout, re.MULTILINE)[1]) > 0
     assert ("2 skipped" if is_said else "2 deselected") in run.stdout

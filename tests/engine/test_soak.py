@@ -317,7 +317,7 @@ def test_any_workload_of_the_speller_is_right(name, ahead, monkeypatch):
     if ahead:
         launch_ahead(monkeypatch)
 
-    @settings(max_examples=depth.examples(quick=10, full=40), deadline=None)
+    @settings(max_examples=depth.examples(quick=5, full=40), deadline=None)
     @given(drawn=asks(config, VOCAB))
     def matrix(drawn):
         drafter = None if config.async_stepping or drawn["prompt_lookup"] else foresight(drawn["drafts"])

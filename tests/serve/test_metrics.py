@@ -117,7 +117,10 @@ def test_the_miss_of_a_request_that_generates_nothing_is_counted(served):
     assert served.metric("mamba_align:cache_misses_total") == before + 1
 
 
-def test_running_and_waiting_requests_are_seen(served):
+def test_running_and_waiting_requests_are_seen(served, monkeypatch):
+    # The requests run for 20 seconds, in which a client sees them on a busy machine too.
+    read = served.engine.runner.read
+    monkeypatch.setattr(served.engine.runner, "read", lambda step: (time.sleep(0.05), read(step))[1])
     with served.client.stream(
         "POST", "/v1/completions", json={"prompt": "x", "n": 6, "max_tokens": 400, "ignore_eos": True, "stream": True}
     ) as response:
