@@ -164,8 +164,10 @@ def mark(items):
 
 def _with_all(cases, size):
     """Chooses cases, the next one being that which has most of the missing values, or tuples of `size` values."""
-    size = min(size, len(cases[0].callspec.indices))
-    found = {case: set(itertools.combinations(case.callspec.indices.items(), size)) for case in cases}
+    size = min(size, len(cases[0].callspec.params))
+    # Values may have no hash, but cases share them. `callspec.indices` would not do: pytest numbers the cases in it.
+    values = lambda case: [(name, id(value)) for name, value in case.callspec.params.items()]
+    found = {case: set(itertools.combinations(values(case), size)) for case in cases}
     missing, kept = set().union(*found.values()), []
     while missing:
         best = max(cases, key=lambda case: len(found[case] & missing))
