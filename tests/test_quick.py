@@ -38,6 +38,16 @@ def test_every_value_or_pair_of_values_is_kept(keep, size, count):
     assert len(kept) == count
 
 
+@pytest.mark.parametrize("how", ["xla", "interpret"])
+@pytest.mark.parametrize("op", ["a", "b", "c"])
+def test_cases_that_pytest_collects_share_their_values(request, op, how):
+    """If they did not, every case would have values of its own."""
+    others = [item for item in request.session.items if item.originalname == request.node.originalname]
+    assert len(quick.once(others)) == max(
+        len({item.callspec.params[name] for item in others}) for name in ("op", "how")
+    )
+
+
 def test_the_first_cases_are_kept():
     assert [case.values for case in quick.first(1)(cases())] == [("a", "xla", 1)]
     assert [case.values for case in quick.first(1, per="op")(cases())] == [(op, "xla", 1) for op in "abc"]
