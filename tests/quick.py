@@ -7,6 +7,7 @@ kernels, which are for GPUs, are not counted.
 
 import fnmatch
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,7 @@ def mark(items):
         if not any(map(item.get_closest_marker, ("gpu", "deep"))):
             tests.setdefault((item.path, item.originalname or item.name), []).append(item)
     for (path, name), cases in tests.items():
-        test = f"{path.relative_to(TESTS).as_posix()}::{name}"
+        test = f"{os.path.relpath(path, TESTS)}::{name}"
         # Plugins may have changed the order of the items.
         kept = sorted(
             cases, key=lambda item: tuple(item.callspec.indices.values()) if hasattr(item, "callspec") else ()
