@@ -115,6 +115,7 @@ RULES = (
     ("failures/test_owners.py::test_failing_call_*", once),
     ("failures/test_events.py::test_an_interrupt_at_any_line_*", only("async")),
     ("failures/test_interrupts.py::test_interrupt_at_any_line_*", only("async", "deferred")),
+    ("serve/test_sampling.py::test_each_token_of_whole_characters_*", once),
     # Steps without a model: each case compiles its step.
     ("align/test_donation.py::*", once),
     ("align/test_deferred.py::test_a_chunk_after_verify_rows_*", once),
