@@ -1,7 +1,9 @@
 """The server exports what its dashboard and other people's routers read, and the numbers are right."""
 
+import itertools
 import json
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -118,16 +120,20 @@ def test_the_miss_of_a_request_that_generates_nothing_is_counted(served):
 
 
 def test_running_and_waiting_requests_are_seen(served, monkeypatch):
-    # The requests run for 20 seconds, in which a client sees them on a busy machine too.
-    read = served.engine.runner.read
-    monkeypatch.setattr(served.engine.runner, "read", lambda step: (time.sleep(0.05), read(step))[1])
-    with served.client.stream(
-        "POST", "/v1/completions", json={"prompt": "x", "n": 6, "max_tokens": 400, "ignore_eos": True, "stream": True}
-    ) as response:
+    # The fourth step waits until the requests have been seen.
+    gate, steps, read = threading.Event(), itertools.count(), served.engine.runner.read
+    monkeypatch.setattr(served.engine.runner, "read", lambda step: (next(steps) < 3 or gate.wait(400), read(step))[1])
+
+    def seen(client):
+        found = re.findall(r"^vllm:num_requests_(\w+)\{.*\} (\S+)$", client.get("/metrics").text, re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    call = {"prompt": "x", "n": 6, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with served.client.stream("POST", "/v1/completions", json=call) as response:
         next(response.iter_lines())
         with served.new_client() as other:
-            seen = dict(re.findall(r"^vllm:num_requests_(\w+)\{.*\} (\S+)$", other.get("/metrics").text, re.MULTILINE))
-    assert {name: float(value) for name, value in seen.items()} == {"running": 4, "waiting": 2}
+            wait_until(lambda: seen(other) == {"running": 4, "waiting": 2})
+        gate.set()
     wait_until(lambda: not served.engine.has_unfinished)
 
 
