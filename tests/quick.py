@@ -59,7 +59,7 @@ RULES = (
     ("kernels/*", first(1, of="interpret")),
     ("kernels/test_*_deferred.py::test_rows_*_match_the_oracle", first(1, per="implementation")),
     ("kernels/test_gated_delta_rule.py::test_update_with_a_window_of_one_*", first(1)),
-    ("kernels/test_lowering.py::test_every_variant_of_deferred_states_lowers", first(1, per="kda")),
+    ("kernels/test_lowering.py::test_every_variant_of_deferred_states_lowers", first(1)),
     ("kernels/test_lowering.py::test_every_configuration_lowers", first(1, per="op")),
     ("kernels/test_lowering.py::test_every_case_lowers_for_h200", first(1, per="op")),
     ("kernels/test_lowering.py::test_one_case_of_each_op_lowers_for_other_gpus", once),
