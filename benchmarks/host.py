@@ -24,11 +24,11 @@ import numpy as np
 
 from benchmarks.random_model import TINY, random_model
 from benchmarks.rows import Row, append, facts
-from mamba_align_jax.engine import runner
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
-from mamba_align_jax.engine.engine import Engine
-from mamba_align_jax.engine.packed import Packed, pack
-from mamba_align_jax.engine.program import DeviceState, StepResult
+from mamba_align_jax.engine.device import runner
+from mamba_align_jax.engine.device.packed import Packed, pack
+from mamba_align_jax.engine.device.program import DeviceState, StepResult
+from mamba_align_jax.engine.running.engine import Engine
 
 _NUM_PARAMETERS = 400
 # Tokens of the prefix that admitted requests share, and of the rest of their prompts.

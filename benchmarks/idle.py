@@ -20,7 +20,7 @@ import jax
 
 from benchmarks.rows import Row
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.load.workloads import Workload
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from benchmarks.random_model import MODELS
 from benchmarks.rows import Row, append
 from mamba_align_jax import AlignConfig, EngineConfig, StateBlockManager
-from mamba_align_jax.engine.sizing import align_config
+from mamba_align_jax.engine.device.sizing import align_config
 from mamba_align_jax.models.qwen3_5 import Model
 
 POLICIES = ("copy_free", "deferred")

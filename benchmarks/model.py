@@ -36,7 +36,7 @@ from benchmarks.scripted import ScriptedDrafter, ScriptedModel
 from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.policy import POLICIES
-from mamba_align_jax.engine import runner
+from mamba_align_jax.engine.device import runner
 from mamba_align_jax.layers.moe import Experts, SharedExpertMoE
 from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.models.qwen3_5 import Config

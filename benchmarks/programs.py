@@ -3,7 +3,7 @@
 import time
 
 from mamba_align_jax import Engine
-from mamba_align_jax.engine.levels import Level
+from mamba_align_jax.engine.scheduling.levels import Level
 
 
 def compile_programs(engine: Engine, *sizes: tuple[int, int]) -> float:

@@ -26,8 +26,8 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.request import Request
-from mamba_align_jax.engine.scheduler import Scheduler
+from mamba_align_jax.engine.scheduling.request import Request
+from mamba_align_jax.engine.scheduling.scheduler import Scheduler
 from mamba_align_jax.load.workloads import MultiTurn, Tokens
 from mamba_align_jax.routing import StateRouter
 

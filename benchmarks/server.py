@@ -21,7 +21,7 @@ from benchmarks.random_model import MODELS, random_model
 from benchmarks.rows import Row, append, facts
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig
-from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.load.client import serve
 from mamba_align_jax.load.metrics import summary
 from mamba_align_jax.load.runs import medians

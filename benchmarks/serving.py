@@ -28,9 +28,8 @@ from benchmarks.cells import COMPILE_S, Cell, cells, engine_config
 from benchmarks.idle import decode_idle
 from benchmarks.random_model import MODELS, random_model
 from benchmarks.rows import Row, append, facts
-from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SPECULATIONS
-from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.load.modes import COMPARED_MODES, MODES
 from mamba_align_jax.load.runs import free_pools, medians, run_load
 
@@ -100,10 +99,15 @@ def check(options: argparse.Namespace) -> None:
     for name, minimum in _MINIMA.items():
         given = getattr(options, name)
         for number in given if isinstance(given, list) else [] if given is None else [given]:
-            values.integer(f"--{name.replace('_', '-')}", number, minimum)
-    values.require(options.prefix + options.suffix > 0, "--suffix", "at least 1 with --prefix 0", options.suffix)
-    values.require(0 < options.rate < math.inf, "--rate", "finite and greater than 0", options.rate)
-    values.require(options.budget >= 0, "--budget", "at least 0", options.budget)
+            _require(number >= minimum, name.replace("_", "-"), f"at least {minimum}", number)
+    _require(options.prefix + options.suffix > 0, "suffix", "at least 1 with --prefix 0", options.suffix)
+    _require(0 < options.rate < math.inf, "rate", "finite and greater than 0", options.rate)
+    _require(options.budget >= 0, "budget", "at least 0", options.budget)
+
+
+def _require(is_good: bool, option: str, wanted: str, got: Any) -> None:
+    if not is_good:
+        raise ValueError(f"--{option} must be {wanted}, got {got}")
 
 
 class Results:

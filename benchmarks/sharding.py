@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.random_model import MODELS, random_model
 from benchmarks.rows import Row, append, facts
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.models.qwen3_5 import FULL
 from mamba_align_jax.sharding import AXIS

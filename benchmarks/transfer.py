@@ -26,8 +26,8 @@ from benchmarks.programs import compile_programs
 from benchmarks.random_model import MODELS, random_model
 from benchmarks.rows import Row, append, facts
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.buckets import prefill_sizes
-from mamba_align_jax.engine.identity import weights_digest
+from mamba_align_jax.engine.device.identity import weights_digest
+from mamba_align_jax.engine.scheduling.buckets import prefill_sizes
 from mamba_align_jax.models.qwen3_5 import FULL
 from mamba_align_jax.sharding import AXIS
 

@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from mamba_align_jax.cache.split import next_chunk_end as next_chunk_end
     from mamba_align_jax.cache.state_blocks import Hit as Hit
     from mamba_align_jax.cache.state_blocks import StateBlockManager as StateBlockManager
-    from mamba_align_jax.engine.async_engine import AsyncEngine as AsyncEngine
     from mamba_align_jax.engine.config import EngineConfig as EngineConfig
     from mamba_align_jax.engine.config import SamplingParams as SamplingParams
-    from mamba_align_jax.engine.engine import Engine as Engine
     from mamba_align_jax.engine.grammar import Grammar as Grammar
-    from mamba_align_jax.engine.request import RequestOutput as RequestOutput
-    from mamba_align_jax.engine.request import RequestUpdate as RequestUpdate
+    from mamba_align_jax.engine.running.async_engine import AsyncEngine as AsyncEngine
+    from mamba_align_jax.engine.running.engine import Engine as Engine
+    from mamba_align_jax.engine.scheduling.request import RequestOutput as RequestOutput
+    from mamba_align_jax.engine.scheduling.request import RequestUpdate as RequestUpdate
     from mamba_align_jax.kv import KVPages as KVPages
     from mamba_align_jax.kv import KVSpec as KVSpec
     from mamba_align_jax.layers.mixer import Mixer as Mixer
@@ -111,12 +111,12 @@ _PUBLIC = {
     "HybridCache": "cache.hybrid",
     "HybridHit": "cache.hybrid",
     "KVPageManager": "cache.kv_pages",
-    "AsyncEngine": "engine.async_engine",
-    "Engine": "engine.engine",
+    "AsyncEngine": "engine.running.async_engine",
+    "Engine": "engine.running.engine",
     "EngineConfig": "engine.config",
     "Grammar": "engine.grammar",
-    "RequestOutput": "engine.request",
-    "RequestUpdate": "engine.request",
+    "RequestOutput": "engine.scheduling.request",
+    "RequestUpdate": "engine.scheduling.request",
     "SamplingParams": "engine.config",
 }
 

@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
-from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.engine import Engine
-from mamba_align_jax.engine.request import RequestOutput, RequestUpdate
-from mamba_align_jax.engine.text import Tokenizer
+from mamba_align_jax.engine.running.engine import Engine
+from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate
+from mamba_align_jax.engine.text.chat_template import ChatTemplate
+from mamba_align_jax.engine.text.tokenizer import Tokenizer
 
 HELP = "/new begins another conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer."
 

@@ -18,14 +18,14 @@ from rich.table import Table
 from mamba_align_jax import __version__
 from mamba_align_jax import _values as values
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine import trace
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.engine.running import trace
 from mamba_align_jax.load import bench
 from mamba_align_jax.load.modes import COMPARED_MODES
 from mamba_align_jax.serve import command as serving
 
 if TYPE_CHECKING:
-    from mamba_align_jax.engine.engine import Engine
+    from mamba_align_jax.engine.running.engine import Engine
 
 _CONSOLE = Console()
 _DTYPES = "float32", "bfloat16", "float16"
@@ -93,7 +93,7 @@ def _write(text: str) -> None:
 
 def _generate(options: argparse.Namespace) -> int:
     from mamba_align_jax.chat import stream
-    from mamba_align_jax.engine.text import token_ids
+    from mamba_align_jax.engine.text.tokenizer import token_ids
 
     engine, params = _load_engine(options), _sampling(options)
     (prompt,) = token_ids(engine.tokenizer, options.prompt)
@@ -110,7 +110,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _chat(options: argparse.Namespace) -> int:
     from mamba_align_jax.chat import Conversation, talk
-    from mamba_align_jax.engine.chat_template import load_chat_template
+    from mamba_align_jax.engine.text.chat_template import load_chat_template
 
     template, engine = load_chat_template(options.model), _load_engine(options)
     tokenizer = engine.tokenizer
@@ -134,7 +134,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _load_engine(options: argparse.Namespace) -> "Engine":
-    from mamba_align_jax.engine.engine import Engine
+    from mamba_align_jax.engine.running.engine import Engine
 
     # One request at a time needs few programs.
     config = EngineConfig(max_num_seqs=1, max_prefill_rows=1)
@@ -149,8 +149,8 @@ def _sampling(options: argparse.Namespace, **fields: Any) -> SamplingParams:
 def _serve(options: argparse.Namespace) -> int:
     import jax
 
-    from mamba_align_jax.engine.engine import Engine
-    from mamba_align_jax.engine.text import load_tokenizer
+    from mamba_align_jax.engine.running.engine import Engine
+    from mamba_align_jax.engine.text.tokenizer import load_tokenizer
     from mamba_align_jax.models import load_model
     from mamba_align_jax.sharding import AXIS
 
@@ -180,7 +180,7 @@ def _serve_together(options: argparse.Namespace) -> int:
     """Serves as process 0 of several, or works for it as another one."""
     import jax
 
-    from mamba_align_jax.engine.text import load_tokenizer
+    from mamba_align_jax.engine.text.tokenizer import load_tokenizer
     from mamba_align_jax.errors import ProcessLostError
     from mamba_align_jax.models import load_model
     from mamba_align_jax.processes import EXIT_STATUS, Processes
@@ -213,7 +213,7 @@ def _info(options: argparse.Namespace) -> int:
     import jax
     from flax import nnx
 
-    from mamba_align_jax.engine.sizing import align_config, pool_sizes
+    from mamba_align_jax.engine.device.sizing import align_config, pool_sizes
     from mamba_align_jax.models import outline_model
     from mamba_align_jax.models.config_files import read_sampling_defaults
 

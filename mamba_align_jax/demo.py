@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mamba_align_jax.data import decode, encode
-from mamba_align_jax.engine.buckets import programs_of
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
-from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.request import RequestOutput
+from mamba_align_jax.engine.running.engine import Engine
+from mamba_align_jax.engine.scheduling.buckets import programs_of
+from mamba_align_jax.engine.scheduling.request import RequestOutput
 from mamba_align_jax.load.modes import COMPARED_MODES
 
 CONFIG: dict[str, Any] = dict(

@@ -2,8 +2,6 @@
 
 A thread of Pallas is a warpgroup, four warps of a GPU. Tensor cores take tiles from shared memory that are stored in pieces
 of eight rows, swizzled (`tiled`), or their left operand from registers. Kernels run on Hopper GPUs and need JAX 0.11.2.
-
-The file has more than 400 lines, so that all that may change with JAX is in one place.
 """
 
 import contextlib

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.random_model import QWEN3_5_4B, QWEN3_5_35B_A3B
 from mamba_align_jax import EngineConfig
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.device_inputs import EXCHANGED_TOKENS
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.packed import pack
-from mamba_align_jax.engine.packing import Packer
-from mamba_align_jax.engine.program import DeviceState, Graph, device_specs, run_step
-from mamba_align_jax.engine.sizing import align_config, pages_spec
+from mamba_align_jax.engine.device.device_inputs import EXCHANGED_TOKENS
+from mamba_align_jax.engine.device.packed import pack
+from mamba_align_jax.engine.device.packing import Packer
+from mamba_align_jax.engine.device.program import DeviceState, Graph, device_specs, run_step
+from mamba_align_jax.engine.device.sizing import align_config, pages_spec
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.models.config import ModelConfig
 from mamba_align_jax.models.mamba2 import Config as Mamba2Config
 from mamba_align_jax.models.tensor_parallel import shard_model, share

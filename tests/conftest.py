@@ -231,8 +231,8 @@ def every_program(monkeypatch):
 
 def give_programs(patch, buckets):
     """Sets the sizes of an engine's programs to `buckets(module, requests, prefill rows, prefill tokens)`."""
-    from mamba_align_jax.engine import buckets as module
-    from mamba_align_jax.engine import runner
+    from mamba_align_jax.engine.device import runner
+    from mamba_align_jax.engine.scheduling import buckets as module
 
     make = lambda self: buckets(module, self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
     patch.setattr(runner.StepRunner, "buckets", property(make))

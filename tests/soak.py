@@ -33,7 +33,7 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.sampling import sample
+from mamba_align_jax.engine.sampling.draw import sample
 from mamba_align_jax.errors import QueueFullError
 from mamba_align_jax.models import load_model
 

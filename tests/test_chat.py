@@ -9,7 +9,7 @@ pytest.importorskip("jinja2")
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
 from mamba_align_jax.chat import HELP, Conversation, stream, talk
-from mamba_align_jax.engine.chat_template import ChatTemplate
+from mamba_align_jax.engine.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("one_program")
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -151,11 +151,11 @@ def test_interrupt_before_the_first_word_says_nothing_of_the_turn_before(engine,
 def test_command_line_talks(engine, template, monkeypatch, capsys, tmp_path):
     said = [FIRST, "/exit"]
     monkeypatch.setattr(Engine, "from_pretrained", lambda *arguments, **options: engine)
-    monkeypatch.setattr("mamba_align_jax.engine.chat_template.load_chat_template", lambda path: template)
+    monkeypatch.setattr("mamba_align_jax.engine.text.chat_template.load_chat_template", lambda path: template)
     monkeypatch.setattr(cli._CONSOLE, "input", lambda prompt: said.pop(0))
     options = ["--model", str(tmp_path), "--max-tokens", "10", "--stop", "\n"]
     assert cli.main(["chat", *options]) == 0
     assert f"\n{continuation(FIRST, 10)}\n" in capsys.readouterr().out
-    monkeypatch.setattr("mamba_align_jax.engine.chat_template.load_chat_template", lambda path: None)
+    monkeypatch.setattr("mamba_align_jax.engine.text.chat_template.load_chat_template", lambda path: None)
     assert cli.main(["chat", *options]) == 2
     assert "--model must have tokenizer.json and a chat template" in capsys.readouterr().err

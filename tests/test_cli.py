@@ -16,7 +16,7 @@ from mamba_align_jax import cli
 from mamba_align_jax.cli import main
 from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.trace import TracedStep, write_trace
+from mamba_align_jax.engine.running.trace import TracedStep, write_trace
 from mamba_align_jax.models import load_model
 
 DATA = Path(__file__).parent / "data"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import host
-from mamba_align_jax.engine import program, runner
+from mamba_align_jax.engine.device import program, runner
 
 
 def test_rows_have_all_parts(tmp_path, capsys):

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import under_settings
 
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.levels import Level
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 
 ROOT = Path(__file__).parents[1]
 ENGINES = ("engine none", "engine prompt_lookup", "engine mtp")

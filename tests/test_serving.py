@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from benchmarks import cells, idle, report, serving
 from benchmarks.random_model import TINY, random_model
 from mamba_align_jax import EngineConfig, RequestOutput
-from mamba_align_jax.engine import buckets, runner
-from mamba_align_jax.engine.levels import Level
+from mamba_align_jax.engine.device import runner
+from mamba_align_jax.engine.scheduling import buckets
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.load import client
 from mamba_align_jax.load.client import Served, serve
 from mamba_align_jax.load.metrics import attainable, summary

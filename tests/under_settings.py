@@ -142,8 +142,8 @@ def make_engine(speculation):
 def run_engine(speculation):
     """Serves requests of every kind side by side, under a transfer guard if there is to be one."""
     from mamba_align_jax.data import encode
-    from mamba_align_jax.engine.buckets import Bucket
-    from mamba_align_jax.engine.runner import StepRunner
+    from mamba_align_jax.engine.device.runner import StepRunner
+    from mamba_align_jax.engine.scheduling.buckets import Bucket
 
     # All steps pad to one program, because compiling takes longer than running.
     sizes = lambda self: (self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)

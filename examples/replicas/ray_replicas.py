@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine.chat_template import load_chat_template
+from mamba_align_jax.engine.text.chat_template import load_chat_template
 from mamba_align_jax.serve.app import create_app
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Settings

@@ -8,7 +8,6 @@ from typing import Any, Self
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.config import check_fold_length
 from mamba_align_jax.align.policy import POLICIES as POLICIES
-from mamba_align_jax.engine.drafting.prompt_lookup import LONGEST_LOOKUP
 from mamba_align_jax.engine.grammar import Grammar
 
 PREFIX_CACHE_MODES = ("none", "align", "all")
@@ -17,6 +16,8 @@ STATE_DTYPES = ("float32", "bfloat16", "float16")
 WINDOW_LAYOUTS, STATE_LAYOUTS = ("SD", "DS"), ("VK", "KV")
 # The largest number of entries of `SamplingParams.logit_bias`, and of stop tokens that `min_tokens` forbids.
 MAX_LOGIT_BIASES, MAX_FORBIDDEN_STOPS = 300, 64
+# The longest n-gram that prompt lookup may look up. Each length is looked up by itself, in every step.
+LONGEST_LOOKUP = 256
 # The largest number of most likely tokens that a request may ask for.
 MAX_LOGPROBS = 20
 

@@ -77,7 +77,7 @@ def bench(model: Any, options: argparse.Namespace, report: Callable[[str], None]
     Raises:
         ValueError: An option has a value that it can't have. The error names it.
     """
-    from mamba_align_jax.engine.engine import Engine
+    from mamba_align_jax.engine.running.engine import Engine
     from mamba_align_jax.load.runs import free_pools, medians, run_load
 
     plan, rows = _plan(options), []

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.engine import Engine
-from mamba_align_jax.engine.request import RequestOutput
+from mamba_align_jax.engine.running.engine import Engine
+from mamba_align_jax.engine.scheduling.request import RequestOutput
 from mamba_align_jax.load.workloads import Loop, Session, Tokens
 
 

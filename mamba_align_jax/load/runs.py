@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.load.client import Run, serve
 from mamba_align_jax.load.metrics import Row, summary
 from mamba_align_jax.load.workloads import Loop, Workload

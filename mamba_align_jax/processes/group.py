@@ -23,12 +23,12 @@ from jax.experimental import multihost_utils
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import EngineConfig
+from mamba_align_jax.engine.device.identity import weights_digest
+from mamba_align_jax.engine.device.runner import StepRunner
+from mamba_align_jax.engine.device.sizing import PoolSizes, pool_sizes
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
-from mamba_align_jax.engine.engine import Engine
-from mamba_align_jax.engine.identity import weights_digest
-from mamba_align_jax.engine.runner import StepRunner
-from mamba_align_jax.engine.sizing import PoolSizes, pool_sizes
-from mamba_align_jax.engine.text import Tokenizer
+from mamba_align_jax.engine.running.engine import Engine
+from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.errors import ProcessLostError
 from mamba_align_jax.processes.connection import FIRST_MESSAGE, Connection, Message
 from mamba_align_jax.processes.loss import end_process

@@ -7,12 +7,12 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.command_thread import CommandThread
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.packed import Packed
-from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.engine.device.command_thread import CommandThread
+from mamba_align_jax.engine.device.packed import Packed
+from mamba_align_jax.engine.device.runner import StepRunner
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.processes.connection import Message
 
 R = TypeVar("R")

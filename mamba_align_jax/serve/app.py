@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mamba_align_jax.engine.async_engine import AsyncEngine
-from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.engine import Engine
-from mamba_align_jax.engine.levels import changes_logits
+from mamba_align_jax.engine.running.async_engine import AsyncEngine
+from mamba_align_jax.engine.running.engine import Engine
+from mamba_align_jax.engine.scheduling.levels import changes_logits
+from mamba_align_jax.engine.text.chat_template import ChatTemplate
 from mamba_align_jax.serve.cache_view import view_cache
 from mamba_align_jax.serve.chat import chat
 from mamba_align_jax.serve.clients import ClientLeft, EventStream

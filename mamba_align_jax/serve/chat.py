@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.engine.request import RequestOutput, RequestUpdate, TokenLogprobs
+from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate, TokenLogprobs
 from mamba_align_jax.serve.clients import EventStream
 from mamba_align_jax.serve.completions import take_stream
 from mamba_align_jax.serve.generation import Choice

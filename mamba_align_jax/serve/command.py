@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.engine.config import (
     POLICIES,
     PREFIX_CACHE_MODES,
@@ -23,6 +22,7 @@ from mamba_align_jax.engine.config import (
     WINDOW_LAYOUTS,
     EngineConfig,
 )
+from mamba_align_jax.engine.text.chat_template import load_chat_template
 from mamba_align_jax.serve.event_options import add_event_options, event_listener
 from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
 
@@ -174,7 +174,7 @@ def restore_cache(engine: Any, directory: Path) -> bool:
     Returns:
         Whether the cache may be saved in the directory: no file is there that would be lost.
     """
-    from mamba_align_jax.engine.transfer import FILE_NAME
+    from mamba_align_jax.engine.running.transfer import FILE_NAME
 
     try:
         count = engine.load_cache(directory)

@@ -7,9 +7,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mamba_align_jax.engine.async_engine import AsyncEngine
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.request import RequestOutput, RequestUpdate, TokenLogprobs
+from mamba_align_jax.engine.running.async_engine import AsyncEngine
+from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate, TokenLogprobs
 from mamba_align_jax.errors import EngineDeadError, GrammarError, QueueFullError
 from mamba_align_jax.serve.metrics import Metrics
 from mamba_align_jax.serve.refusals import Refusal

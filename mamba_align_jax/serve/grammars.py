@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from mamba_align_jax.engine.grammar import Grammar
-from mamba_align_jax.engine.worker import Worker
+from mamba_align_jax.engine.text.worker import Worker
 
 _SCRIPT = Path(__file__).with_name("_grammar_worker.py")
 

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mamba_align_jax.engine.engine import Engine
-from mamba_align_jax.engine.request import RequestOutput, RequestUpdate
+from mamba_align_jax.engine.running.engine import Engine
+from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate
 
 _LABELS = ("model_name", "engine")
 _TTFT_BUCKETS = (

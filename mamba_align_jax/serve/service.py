@@ -11,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.engine.admission import NUM_SEEDS, seeded, with_seed
-from mamba_align_jax.engine.async_engine import AsyncEngine
-from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.interrupts import contained
-from mamba_align_jax.engine.request import RequestUpdate
-from mamba_align_jax.engine.text import Tokenizer
+from mamba_align_jax.engine.running.admission import NUM_SEEDS, seeded, with_seed
+from mamba_align_jax.engine.running.async_engine import AsyncEngine
+from mamba_align_jax.engine.scheduling.request import RequestUpdate
+from mamba_align_jax.engine.text.chat_template import ChatTemplate
+from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.serve.clients import EventStream, too_long, while_connected
 from mamba_align_jax.serve.fields import Fields, read_fields
 from mamba_align_jax.serve.generation import Asked, Choice, run_requests, stopped, usage

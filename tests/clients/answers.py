@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.engine.grammar import Grammar
+from mamba_align_jax.engine.text.chat_template import load_chat_template
 
 HERE = Path(__file__).parent
 # The server's options and the engine's configuration.

@@ -10,10 +10,10 @@ from fakes.speller import VOCAB, Speller, next_token, next_tokens
 from oracles.sampling import adjusted, distribution
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.adjust import AdjustOptions, SamplerState, adjust, drop_unlikely
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.sampling import sample
+from mamba_align_jax.engine.sampling.adjust import AdjustOptions, SamplerState, adjust, drop_unlikely
+from mamba_align_jax.engine.sampling.draw import sample
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 
 pytestmark = pytest.mark.usefixtures("one_program")
 STUTTER, END = 2, 7

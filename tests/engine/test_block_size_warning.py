@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.block_size_warning import BlockSizeWatch, warn_of_rounding
+from mamba_align_jax.engine.running.block_size_warning import BlockSizeWatch, warn_of_rounding
 from mamba_align_jax.models import load_model
 
 
@@ -17,7 +17,7 @@ class Heard(logging.Handler):
     """Collects the warnings of the watch."""
 
     def __enter__(self):
-        self.said, self.logger = [], logging.getLogger("mamba_align_jax.engine.block_size_warning")
+        self.said, self.logger = [], logging.getLogger("mamba_align_jax.engine.running.block_size_warning")
         self.logger.addHandler(self)
         return self.said
 

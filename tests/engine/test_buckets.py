@@ -8,7 +8,8 @@ import pytest
 from fakes.speller import Speller
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.buckets import (
+from mamba_align_jax.engine.device.program import run_step
+from mamba_align_jax.engine.scheduling.buckets import (
     Bucket,
     all_buckets,
     choose_bucket,
@@ -17,8 +18,7 @@ from mamba_align_jax.engine.buckets import (
     prefill_sizes,
     programs_of,
 )
-from mamba_align_jax.engine.levels import Level, level_of
-from mamba_align_jax.engine.program import run_step
+from mamba_align_jax.engine.scheduling.levels import Level, level_of
 
 
 def plan(decode, chunks=(), temperature=0.0):

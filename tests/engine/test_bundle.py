@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_align_jax.engine import pool_entries, transfer
-from mamba_align_jax.engine.bundle import Contents, new_bundle, read_bundle, write_bundle
-from mamba_align_jax.engine.pool_entries import read_entries
+from mamba_align_jax.engine.device import pool_entries
+from mamba_align_jax.engine.device.pool_entries import read_entries
+from mamba_align_jax.engine.running import transfer
+from mamba_align_jax.engine.running.bundle import Contents, new_bundle, read_bundle, write_bundle
 
 MIB = 2**20
 MODEL = b"m" * 32

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from mamba_align_jax.engine.command_thread import Answer, CommandThread
+from mamba_align_jax.engine.device.command_thread import Answer, CommandThread
 
 
 def test_calls_are_made_in_order_and_answered():
@@ -64,7 +64,7 @@ def test_a_process_that_ends_waits_for_the_calls_that_were_handed_over(last):
     """Its exit status is its own. A program that came back to an interpreter that is gone would end it by a signal."""
     program = f"""
 import sys, time, weakref
-from mamba_align_jax.engine.command_thread import CommandThread
+from mamba_align_jax.engine.device.command_thread import CommandThread
 
 def slow(number):
     time.sleep(0.3)

@@ -12,10 +12,10 @@ from fakes.speller import VOCAB, Speller
 from fakes.speller import next_token as next_of_any
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.levels import Level
+from mamba_align_jax.engine.device.runner import StepRunner
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.models import load_model
 
 DATA = Path(__file__).parents[1] / "data"

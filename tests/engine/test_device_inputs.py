@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from mamba_align_jax.align.pool import StatePool
-from mamba_align_jax.engine.device_inputs import DeviceInputs, new_mailboxes
-from mamba_align_jax.engine.packed import pack
+from mamba_align_jax.engine.device.device_inputs import DeviceInputs, new_mailboxes
+from mamba_align_jax.engine.device.packed import pack
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.sharding import AXIS, Layout
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_align_jax import EngineConfig
+from mamba_align_jax.engine.device.sizing import pages_spec
 from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.first_tokens import FirstTokens
 from mamba_align_jax.engine.drafting.mtp import MTPDrafter
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.engine.drafting.prompt_lookup_device import DevicePromptLookup, HistoryDrafter
 from mamba_align_jax.engine.drafting.protocols import Sampled, SampledStep
-from mamba_align_jax.engine.sizing import pages_spec
 from mamba_align_jax.kv import KVSpec
 
 PROPOSE = jax.jit(DevicePromptLookup.propose, static_argnums=(0, 3))

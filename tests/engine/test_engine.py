@@ -13,8 +13,8 @@ from engine.programs import decisions
 from fakes.engines import load_two_layers
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine import runner
-from mamba_align_jax.engine.program import run_step
+from mamba_align_jax.engine.device import runner
+from mamba_align_jax.engine.device.program import run_step
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.errors import QueueFullError
 from mamba_align_jax.models import load_model

@@ -7,7 +7,7 @@ from failures.test_owners import PARAMS, SIZES, SPELLER, assert_nothing_is_held,
 from fakes.letters import Letters
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.admission import seeded
+from mamba_align_jax.engine.running.admission import seeded
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 DRAWN = SamplingParams(max_tokens=8, temperature=60.0, seed=5, ignore_eos=True)

@@ -10,8 +10,8 @@ import depth
 from hypothesis import settings
 
 from mamba_align_jax.data import BYTE_MODEL, decode, encode
-from mamba_align_jax.engine.generated_text import GeneratedText
-from mamba_align_jax.engine.text import load_tokenizer
+from mamba_align_jax.engine.text.generated_text import GeneratedText
+from mamba_align_jax.engine.text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer(BYTE_MODEL)
 # Bytes of characters of one to four bytes, whole and broken.

@@ -16,9 +16,9 @@ from fakes.speller import VOCAB, next_token, next_tokens
 from oracles.sampling import adjusted
 
 from mamba_align_jax import Engine, EngineConfig, Grammar, SamplingParams
-from mamba_align_jax.engine import core
-from mamba_align_jax.engine.grammar import GrammarCompiler, GrammarState
-from mamba_align_jax.engine.text import load_tokenizer
+from mamba_align_jax.engine.running import core
+from mamba_align_jax.engine.text.grammar_state import GrammarCompiler, GrammarState
+from mamba_align_jax.engine.text.tokenizer import load_tokenizer
 
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 pytestmark = pytest.mark.usefixtures("one_program")

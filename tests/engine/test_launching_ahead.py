@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from benchmarks.random_model import TINY, random_model
 from mamba_align_jax import Engine, EngineConfig
-from mamba_align_jax.engine import runner
+from mamba_align_jax.engine.device import runner
 from mamba_align_jax.engine.drafting.prompt_lookup_device import HistoryDrafter
 from mamba_align_jax.sharding import AXIS
 

@@ -9,9 +9,9 @@ from engine.test_adjust import MODEL, SIZES, STEPPING, STUTTER, asked, expected,
 from fakes.speller import VOCAB, next_tokens
 
 from mamba_align_jax import Engine, EngineConfig
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.logprobs import score, score_prompt
+from mamba_align_jax.engine.sampling.logprobs import score, score_prompt
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 
 pytestmark = pytest.mark.usefixtures("one_program")
 

@@ -7,7 +7,7 @@ from fakes.engines import poison
 from fakes.speller import Speller, next_token
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.sizing import align_config
+from mamba_align_jax.engine.device.sizing import align_config
 from mamba_align_jax.errors import UnsupportedError
 
 SPELLER = Speller()

@@ -18,11 +18,11 @@ from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.device.program import Graph, run_step
 from mamba_align_jax.engine.drafting.mtp import draft_with_head
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.program import Graph, run_step
 from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.models import load_model

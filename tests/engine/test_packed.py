@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_align_jax.engine.packed import pack
+from mamba_align_jax.engine.device.packed import pack
 
 
 def tree(xp):

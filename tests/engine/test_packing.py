@@ -9,13 +9,13 @@ from fakes.speller import VOCAB, Speller
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cache.hybrid import Allocation
-from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.device.packed import pack
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN
-from mamba_align_jax.engine.grammar import mask_words
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.packed import pack
-from mamba_align_jax.engine.request import Request
-from mamba_align_jax.engine.scheduler import Row
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
+from mamba_align_jax.engine.scheduling.request import Request
+from mamba_align_jax.engine.scheduling.scheduler import Row
+from mamba_align_jax.engine.text.grammar_state import mask_words
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=48, max_model_len=64, num_state_blocks=60, num_kv_pages=80)
 pytestmark = pytest.mark.usefixtures("one_program")

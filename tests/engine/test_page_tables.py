@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from benchmarks.random_model import TINY, random_model
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine import packing, page_tables
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.page_tables import PageUpdates, set_pages, store_pages
+from mamba_align_jax.engine.device import packing, page_tables
+from mamba_align_jax.engine.device.page_tables import PageUpdates, set_pages, store_pages
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 
 SLOTS, PAGES = 5, 7
 ENTRY = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, PAGES - 1), st.integers(1, 99))

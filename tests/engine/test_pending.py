@@ -7,9 +7,9 @@ from fakes.speller import Speller
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.batch import StepBatch
-from mamba_align_jax.engine import pending as module
+from mamba_align_jax.engine.device import pending as module
+from mamba_align_jax.engine.device.pending import Pending, record_prompts, store_tokens
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN
-from mamba_align_jax.engine.pending import Pending, record_prompts, store_tokens
 from pallas_kernels.rows import token_rows
 
 SLOTS, LENGTH = 4, 20

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_align_jax.engine.sampling import count_sampled, sample
+from mamba_align_jax.engine.sampling.draw import count_sampled, sample
 
 VOCAB, K, ROWS = 5, 2, 12_000
 OPTIONS = {

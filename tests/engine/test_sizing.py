@@ -4,8 +4,8 @@ import pytest
 from failures.test_owners import SPELLER
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.device.sizing import memory_bytes
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
-from mamba_align_jax.engine.sizing import memory_bytes
 
 SIZES = dict(block_size=8, kv_page_size=4, max_num_seqs=3, max_num_batched_tokens=20, max_model_len=64)
 SIZES |= dict(num_state_blocks=12, num_kv_pages=18)

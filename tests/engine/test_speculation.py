@@ -11,10 +11,10 @@ from fakes.engines import load_two_layers
 from fakes.foresight import Foresight, found_in, in_turn
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.device.program import run_step
 from mamba_align_jax.engine.drafting.prompt_lookup_device import HistoryDrafter
-from mamba_align_jax.engine.program import run_step
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.trace import read_trace
+from mamba_align_jax.engine.running.trace import read_trace
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 # One set of sizes, so that each policy is compiled once: windows as wide as blocks, and pools that run out.

@@ -7,7 +7,7 @@ import pytest
 from fakes.speller import VOCAB, Speller
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.stats import Counters, EngineStats
+from mamba_align_jax.engine.scheduling.stats import Counters, EngineStats
 
 pytestmark = pytest.mark.usefixtures("one_program")
 # Four long requests need more blocks and pages than there are.

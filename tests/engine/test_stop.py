@@ -10,7 +10,7 @@ from fakes.speller import VOCAB, next_token
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cache.hybrid import HybridCache
-from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.engine.device.runner import StepRunner
 
 pytestmark = pytest.mark.usefixtures("one_program")
 STEPPING = {

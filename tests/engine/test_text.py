@@ -14,8 +14,8 @@ from fakes.driver import DATA
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cli import main
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine.generated_text import GeneratedText
-from mamba_align_jax.engine.text import load_tokenizer, token_ids
+from mamba_align_jax.engine.text.generated_text import GeneratedText
+from mamba_align_jax.engine.text.tokenizer import load_tokenizer, token_ids
 
 tokenizers = pytest.importorskip("tokenizers")
 CHECKPOINT = DATA / "qwen3_5_text"

@@ -9,7 +9,7 @@ from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held,
 from fakes.speller import VOCAB
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.trace import TracedStep, read_trace
+from mamba_align_jax.engine.running.trace import TracedStep, read_trace
 from mamba_align_jax.engine.turns import Turns
 
 pytestmark = pytest.mark.usefixtures("one_program")

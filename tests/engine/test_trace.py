@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.cli import main
-from mamba_align_jax.engine.trace import TracedRow, TracedStep, read_trace, traced_row, write_trace
+from mamba_align_jax.engine.running.trace import TracedRow, TracedStep, read_trace, traced_row, write_trace
 
 ROW = TracedRow(
     request=7,

@@ -23,9 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine import pool_entries, transfer
-from mamba_align_jax.engine.pool_entries import ArrayForm, entry_bytes, read_entries
-from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.engine.device import pool_entries
+from mamba_align_jax.engine.device.pool_entries import ArrayForm, entry_bytes, read_entries
+from mamba_align_jax.engine.device.runner import StepRunner
+from mamba_align_jax.engine.running import transfer
 from mamba_align_jax.models import load_model, qwen3_5
 
 pytestmark = pytest.mark.usefixtures("one_program")
@@ -599,7 +600,7 @@ def test_bad_files_are_refused(data, tmp_path):
 
 def test_moving_prefixes_compiles_no_other_step(data):
     """A step that comes after an import runs the program of the step before it."""
-    from mamba_align_jax.engine.program import run_step
+    from mamba_align_jax.engine.device.program import run_step
 
     engine = filled()
     programs = run_step._cache_size()

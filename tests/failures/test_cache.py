@@ -9,8 +9,8 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.request import Request
-from mamba_align_jax.engine.scheduler import Scheduler
+from mamba_align_jax.engine.scheduling.request import Request
+from mamba_align_jax.engine.scheduling.scheduler import Scheduler
 
 
 def make(block=8, page=4, num_blocks=40, num_pages=80):

@@ -13,7 +13,7 @@ from fakes.letters import Letters
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.cache.events import CacheCleared, CacheLog, PageRemoved, PageStored, StateRemoved, StateStored
 from mamba_align_jax.cache.kv_pages import KVPageManager
-from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.engine.device.runner import StepRunner
 from mamba_align_jax.routing import CacheMirror, StateRouter
 
 pytestmark = pytest.mark.usefixtures("one_program")

@@ -21,16 +21,17 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
-from mamba_align_jax.engine import core, packing, runner
-from mamba_align_jax.engine.adjust import SamplerState
+from mamba_align_jax.engine.device import packing, runner
+from mamba_align_jax.engine.device.packing import Packer
+from mamba_align_jax.engine.device.runner import StepRunner
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
-from mamba_align_jax.engine.packing import Packer
-from mamba_align_jax.engine.request import Request
-from mamba_align_jax.engine.runner import StepRunner
-from mamba_align_jax.engine.scheduler import Scheduler
-from mamba_align_jax.engine.stats import Counters
-from mamba_align_jax.engine.trace import read_trace
-from mamba_align_jax.engine.waiting import WaitingQueue
+from mamba_align_jax.engine.running import core
+from mamba_align_jax.engine.running.trace import read_trace
+from mamba_align_jax.engine.sampling.adjust import SamplerState
+from mamba_align_jax.engine.scheduling.request import Request
+from mamba_align_jax.engine.scheduling.scheduler import Scheduler
+from mamba_align_jax.engine.scheduling.stats import Counters
+from mamba_align_jax.engine.scheduling.waiting import WaitingQueue
 
 pytestmark = pytest.mark.usefixtures("one_program")
 SIZES = dict(block_size=8, kv_page_size=4, max_num_seqs=3, max_num_batched_tokens=20, max_model_len=64)

@@ -15,12 +15,13 @@ from fakes.letters import Letters
 from mamba_align_jax import AsyncEngine, Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine.grammar import Grammar, GrammarCompiler, GrammarState
+from mamba_align_jax.engine.device.runner import StepRunner
+from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.interrupts import contained
-from mamba_align_jax.engine.request import Request
-from mamba_align_jax.engine.runner import StepRunner
-from mamba_align_jax.engine.scheduler import Scheduler
-from mamba_align_jax.engine.text import load_tokenizer
+from mamba_align_jax.engine.scheduling.request import Request
+from mamba_align_jax.engine.scheduling.scheduler import Scheduler
+from mamba_align_jax.engine.text.grammar_state import GrammarCompiler, GrammarState
+from mamba_align_jax.engine.text.tokenizer import load_tokenizer
 from mamba_align_jax.errors import GrammarError, PanicError
 from mamba_align_jax.serve.generation import _check_end
 from mamba_align_jax.serve.refusals import Refusal

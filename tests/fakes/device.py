@@ -12,9 +12,9 @@ from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.drafting import UNKNOWN
-from mamba_align_jax.engine.request import Request
-from mamba_align_jax.engine.scheduler import Scheduler
-from mamba_align_jax.engine.waiting import WaitingQueue
+from mamba_align_jax.engine.scheduling.request import Request
+from mamba_align_jax.engine.scheduling.scheduler import Scheduler
+from mamba_align_jax.engine.scheduling.waiting import WaitingQueue
 from mamba_align_jax.errors import QueueFullError
 
 BLOCK, PAGE, SEQS, VOCAB = 8, 4, 3, 1000

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.engine import core
+from mamba_align_jax.engine.running import core
 from mamba_align_jax.models import load_model
 
 

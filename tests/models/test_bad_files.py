@@ -14,8 +14,8 @@ from fakes.model_directory import INDEX, WEIGHTS, ModelDirectory
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.cli import main
-from mamba_align_jax.engine.chat_template import load_chat_template
-from mamba_align_jax.engine.text import load_tokenizer
+from mamba_align_jax.engine.text.chat_template import load_chat_template
+from mamba_align_jax.engine.text.tokenizer import load_tokenizer
 from mamba_align_jax.models import ARCHITECTURES, load_model, outline_model
 from mamba_align_jax.models.config_files import (
     read_config,

@@ -13,9 +13,9 @@ from oracles import models as oracles
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.engine.device.runner import StepRunner
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import ATTENTION
 

@@ -6,8 +6,8 @@ from fakes.http import Served
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine.chat_template import load_chat_template
-from mamba_align_jax.engine.text import load_tokenizer
+from mamba_align_jax.engine.text.chat_template import load_chat_template
+from mamba_align_jax.engine.text.tokenizer import load_tokenizer
 from mamba_align_jax.serve.settings import Limits, Settings
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=128, max_prefill_rows=2, max_model_len=512, max_waiting=128)

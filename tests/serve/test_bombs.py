@@ -7,8 +7,8 @@ import pytest
 from fakes.http import Served
 from serve.conftest import LIMITS
 
-from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.grammar import Grammar
+from mamba_align_jax.engine.text.chat_template import ChatTemplate
 from mamba_align_jax.serve.grammars import GrammarCheck
 from mamba_align_jax.serve.settings import Settings
 

@@ -8,8 +8,8 @@ import time
 import pytest
 from fakes.http import Served
 
-from mamba_align_jax.engine.admission import NUM_SEEDS, seeded, with_seed
 from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.running.admission import NUM_SEEDS, seeded, with_seed
 from mamba_align_jax.serve.settings import Limits, Settings
 
 PATIENCE_S = 300

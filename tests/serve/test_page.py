@@ -9,7 +9,7 @@ import pytest
 from fakes.http import Served
 
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine.chat_template import load_chat_template
+from mamba_align_jax.engine.text.chat_template import load_chat_template
 from mamba_align_jax.serve.settings import Settings
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mamba_align_jax.engine.chat_template import ChatTemplate
+from mamba_align_jax.engine.text.chat_template import ChatTemplate
 from mamba_align_jax.serve.settings import Limits, Settings
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -26,8 +26,8 @@ from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.engine.identity import weights_digest
-from mamba_align_jax.engine.program import run_step
+from mamba_align_jax.engine.device.identity import weights_digest
+from mamba_align_jax.engine.device.program import run_step
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.exchange import Exchange, Partial

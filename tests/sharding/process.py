@@ -18,8 +18,10 @@ import numpy as np
 from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine import buckets, core, runner
-from mamba_align_jax.engine.levels import Level
+from mamba_align_jax.engine.device import runner
+from mamba_align_jax.engine.running import core
+from mamba_align_jax.engine.scheduling import buckets
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.models import qwen3_5
 from mamba_align_jax.processes import Processes
 

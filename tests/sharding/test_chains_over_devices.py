@@ -17,7 +17,7 @@ from models.test_chained_decoding import (
 
 from benchmarks.random_model import random_model
 from mamba_align_jax import Engine, EngineConfig
-from mamba_align_jax.engine import runner
+from mamba_align_jax.engine.device import runner
 from mamba_align_jax.layers import exchange
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Mailboxes

@@ -19,9 +19,9 @@ from failures.test_owners import DRAFTS, FULL, SIZES, SPELLER
 from fakes.letters import Letters
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.engine.device.runner import StepRunner
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.processes import EXIT_STATUS, Processes, group
 from mamba_align_jax.processes.connection import Connection, Message
 from mamba_align_jax.processes.group import _patient

@@ -7,9 +7,9 @@ from fakes.driver import DATA
 from jax.sharding import Mesh
 
 from mamba_align_jax import Engine, EngineConfig
-from mamba_align_jax.engine import runner
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.levels import Level
+from mamba_align_jax.engine.device import runner
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.layers.exchange import Partial
 from mamba_align_jax.models import load_model
 from mamba_align_jax.sharding import AXIS

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from mamba_align_jax import _values as values
-
-# The longest n-gram that may be looked up. Each length is looked up by itself, in every step.
-LONGEST_LOOKUP = 256
+from mamba_align_jax.engine.config import LONGEST_LOOKUP
 
 
 @dataclass

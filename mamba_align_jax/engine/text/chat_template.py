@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.engine.text.worker import Worker
 from mamba_align_jax.engine.turns import Turns
-from mamba_align_jax.engine.worker import Worker
 
 _SCRIPT = Path(__file__).with_name("_template_worker.py")
 # What transformers hands to every template. A template may ask whether it is none.

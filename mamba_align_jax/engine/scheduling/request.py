@@ -8,10 +8,10 @@ from typing import NamedTuple
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.generated_text import GeneratedText
-from mamba_align_jax.engine.grammar import GrammarState
 from mamba_align_jax.engine.interrupts import failure
-from mamba_align_jax.engine.levels import Level, level_of
+from mamba_align_jax.engine.scheduling.levels import Level, level_of
+from mamba_align_jax.engine.text.generated_text import GeneratedText
+from mamba_align_jax.engine.text.grammar_state import GrammarState
 
 # A model's end token or end tokens; None if it has none.
 EndTokens = int | Sequence[int] | None

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mamba_align_jax.align.config import AlignConfig, ConvState
-from mamba_align_jax.engine.program import StepResult
-from mamba_align_jax.engine.request import TokenLogprobs
-from mamba_align_jax.engine.scheduler import Row
+from mamba_align_jax.engine.device.program import StepResult
+from mamba_align_jax.engine.scheduling.request import TokenLogprobs
+from mamba_align_jax.engine.scheduling.scheduler import Row
 
 
 class RowResult(NamedTuple):

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from functools import partial
 
-from mamba_align_jax.engine.generated_text import GeneratedText
-from mamba_align_jax.engine.read_step import RowResult
-from mamba_align_jax.engine.request import EndTokens, Request
-from mamba_align_jax.engine.scheduler import Row
-from mamba_align_jax.engine.stats import Counters
+from mamba_align_jax.engine.device.read_step import RowResult
+from mamba_align_jax.engine.scheduling.request import EndTokens, Request
+from mamba_align_jax.engine.scheduling.scheduler import Row
+from mamba_align_jax.engine.scheduling.stats import Counters
+from mamba_align_jax.engine.text.generated_text import GeneratedText
 
 
 def tokens_up_to_end(

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mamba_align_jax.engine.packed import Packed
+from mamba_align_jax.engine.device.packed import Packed
 from mamba_align_jax.sharding import AXIS, Layout
 from pallas_kernels import Mailboxes, can_write_each_other
 

@@ -11,16 +11,16 @@ from jax.sharding import Mesh
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.hybrid import CachedPrefix
-from mamba_align_jax.engine.admission import check_request, params_for, seeded
-from mamba_align_jax.engine.buckets import Bucket, programs_of
-from mamba_align_jax.engine.cache_reports import Listener
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
-from mamba_align_jax.engine.portable import PortableCore
-from mamba_align_jax.engine.request import RequestOutput, RequestUpdate
-from mamba_align_jax.engine.stats import EngineStats as EngineStats
-from mamba_align_jax.engine.text import Tokenizer, load_tokenizer, token_ids
-from mamba_align_jax.engine.trace import TracedStep, write_trace
+from mamba_align_jax.engine.running.admission import check_request, params_for, seeded
+from mamba_align_jax.engine.running.cache_reports import Listener
+from mamba_align_jax.engine.running.portable import PortableCore
+from mamba_align_jax.engine.running.trace import TracedStep, write_trace
+from mamba_align_jax.engine.scheduling.buckets import Bucket, programs_of
+from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate
+from mamba_align_jax.engine.scheduling.stats import EngineStats as EngineStats
+from mamba_align_jax.engine.text.tokenizer import Tokenizer, load_tokenizer, token_ids
 from mamba_align_jax.models import load_model
 
 

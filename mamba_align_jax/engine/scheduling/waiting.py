@@ -5,7 +5,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from mamba_align_jax.engine.request import Request
+from mamba_align_jax.engine.scheduling.request import Request
 from mamba_align_jax.errors import QueueFullError
 
 by_rank = attrgetter("rank")

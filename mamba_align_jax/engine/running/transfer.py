@@ -20,10 +20,10 @@ import numpy as np
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.moving import Admission, Entries, Entry, all_entries, entries_of_prefix
-from mamba_align_jax.engine.bundle import Bundle, Contents, new_bundle, read_bundle, write_bundle
-from mamba_align_jax.engine.core import EngineCore
-from mamba_align_jax.engine.identity import identity
-from mamba_align_jax.engine.pool_entries import entries_at_a_time, entry_bytes, read_entries
+from mamba_align_jax.engine.device.identity import identity
+from mamba_align_jax.engine.device.pool_entries import entries_at_a_time, entry_bytes, read_entries
+from mamba_align_jax.engine.running.bundle import Bundle, Contents, new_bundle, read_bundle, write_bundle
+from mamba_align_jax.engine.running.core import EngineCore
 
 FILE_NAME = "prefix_cache.mamba-align"
 _LEFT_S = 3600.0  # A file that is being written changes more often.

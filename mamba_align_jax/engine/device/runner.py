@@ -1,7 +1,4 @@
-"""Runs plans on the device: owns parameters, pools and programs, dispatches a step, and reads its result later.
-
-It has more than 400 lines because each command has a method that plans it and one that every process runs.
-"""
+"""Runs plans on the device: owns parameters, pools and programs, dispatches a step, and reads its result later."""
 
 import contextlib
 import functools
@@ -16,24 +13,24 @@ import numpy as np
 
 from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.config import AlignConfig
-from mamba_align_jax.engine.adjust import SamplerState
-from mamba_align_jax.engine.buckets import Bucket, all_buckets, choose_bucket
-from mamba_align_jax.engine.command_thread import Answer, CommandThread
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.device_inputs import DeviceInputs, new_mailboxes
+from mamba_align_jax.engine.device.command_thread import Answer, CommandThread
+from mamba_align_jax.engine.device.device_inputs import DeviceInputs, new_mailboxes
+from mamba_align_jax.engine.device.identity import weights_digest
+from mamba_align_jax.engine.device.packed import Packed
+from mamba_align_jax.engine.device.packing import Packer, page_entries
+from mamba_align_jax.engine.device.page_tables import Entry, store_pages
+from mamba_align_jax.engine.device.pending import store_tokens
+from mamba_align_jax.engine.device.pool_entries import Forms, entry_bytes, forms_of, put_entries, take_entries
+from mamba_align_jax.engine.device.program import DeviceState, Graph, StepResult, run_fold, run_step
+from mamba_align_jax.engine.device.read_step import ReadStep
+from mamba_align_jax.engine.device.sizing import PoolSizes, pages_spec
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
-from mamba_align_jax.engine.identity import weights_digest
-from mamba_align_jax.engine.levels import Level, changes_logits
 from mamba_align_jax.engine.model import ServedModel, end_tokens
-from mamba_align_jax.engine.packed import Packed
-from mamba_align_jax.engine.packing import Packer, page_entries
-from mamba_align_jax.engine.page_tables import Entry, store_pages
-from mamba_align_jax.engine.pending import store_tokens
-from mamba_align_jax.engine.pool_entries import Forms, entry_bytes, forms_of, put_entries, take_entries
-from mamba_align_jax.engine.program import DeviceState, Graph, StepResult, run_fold, run_step
-from mamba_align_jax.engine.read_step import ReadStep
-from mamba_align_jax.engine.scheduler import Plan, Row
-from mamba_align_jax.engine.sizing import PoolSizes, pages_spec
+from mamba_align_jax.engine.sampling.adjust import SamplerState
+from mamba_align_jax.engine.scheduling.buckets import Bucket, all_buckets, choose_bucket
+from mamba_align_jax.engine.scheduling.levels import Level, changes_logits
+from mamba_align_jax.engine.scheduling.scheduler import Plan, Row
 from mamba_align_jax.sharding import Layout
 
 R = TypeVar("R")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from mamba_align_jax.engine.interrupts import failure
-from mamba_align_jax.engine.text import Tokenizer
+from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.errors import PanicError
 
 # What a tokenizer writes for bytes that are not, or not yet, a character.

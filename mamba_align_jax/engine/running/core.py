@@ -16,30 +16,30 @@ from jax.sharding import Mesh
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
-from mamba_align_jax.engine.block_size_warning import BlockSizeWatch, warn_of_rounding
-from mamba_align_jax.engine.cache_reports import CacheReports
-from mamba_align_jax.engine.command_thread import is_slow_to_start
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.engine.device.command_thread import is_slow_to_start
+from mamba_align_jax.engine.device.read_step import RowResult
+from mamba_align_jax.engine.device.runner import Dispatched, StepRunner
+from mamba_align_jax.engine.device.sizing import PoolSizes, align_config, check_memory, pool_sizes
 from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
-from mamba_align_jax.engine.generated_text import GeneratedText
-from mamba_align_jax.engine.grammar import GrammarCompiler
 from mamba_align_jax.engine.interrupts import as_exception, failure
-from mamba_align_jax.engine.levels import Level, level_of
 from mamba_align_jax.engine.model import end_tokens
-from mamba_align_jax.engine.read_step import RowResult
-from mamba_align_jax.engine.request import Request, RequestOutput, RequestUpdate
-from mamba_align_jax.engine.results import count_row, end_reason, tokens_up_to_end
-from mamba_align_jax.engine.runner import Dispatched, StepRunner
-from mamba_align_jax.engine.scheduler import Row, Scheduler
-from mamba_align_jax.engine.sizing import PoolSizes, align_config, check_memory, pool_sizes
-from mamba_align_jax.engine.stats import Counters
-from mamba_align_jax.engine.text import Tokenizer
-from mamba_align_jax.engine.trace import TracedStep, trace_step
+from mamba_align_jax.engine.running.block_size_warning import BlockSizeWatch, warn_of_rounding
+from mamba_align_jax.engine.running.cache_reports import CacheReports
+from mamba_align_jax.engine.running.results import count_row, end_reason, tokens_up_to_end
+from mamba_align_jax.engine.running.trace import TracedStep, trace_step
+from mamba_align_jax.engine.running.updates import Updates
+from mamba_align_jax.engine.scheduling.levels import Level, level_of
+from mamba_align_jax.engine.scheduling.request import Request, RequestOutput, RequestUpdate
+from mamba_align_jax.engine.scheduling.scheduler import Row, Scheduler
+from mamba_align_jax.engine.scheduling.stats import Counters
+from mamba_align_jax.engine.scheduling.waiting import WaitingQueue, by_rank
+from mamba_align_jax.engine.text.generated_text import GeneratedText
+from mamba_align_jax.engine.text.grammar_state import GrammarCompiler
+from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.engine.turns import Turns
-from mamba_align_jax.engine.updates import Updates
-from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
 from mamba_align_jax.errors import GrammarError, OutOfBlocksError
 from mamba_align_jax.layers.layouts import with_pool_layouts
 from mamba_align_jax.models.tensor_parallel import shard_model, share

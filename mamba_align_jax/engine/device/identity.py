@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mamba_align_jax.engine.config import EngineConfig
-from mamba_align_jax.engine.pool_entries import Forms
+from mamba_align_jax.engine.device.pool_entries import Forms
 from mamba_align_jax.sharding import AXIS, Layout, columns
 
 # The two sums mix differently, so that two changes don't cancel in both.

@@ -9,9 +9,9 @@ import numpy as np
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN, Drafter
 from mamba_align_jax.engine.interrupts import failure
-from mamba_align_jax.engine.request import Request, TokenLogprobs
-from mamba_align_jax.engine.stats import Counters
-from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
+from mamba_align_jax.engine.scheduling.request import Request, TokenLogprobs
+from mamba_align_jax.engine.scheduling.stats import Counters
+from mamba_align_jax.engine.scheduling.waiting import WaitingQueue, by_rank
 
 
 @dataclass(slots=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.columns import boundary_save, certain_tokens, tokens_after
+from mamba_align_jax.engine.device.read_step import ReadStep
 from mamba_align_jax.engine.interrupts import failure
-from mamba_align_jax.engine.read_step import ReadStep
-from mamba_align_jax.engine.scheduler import Row
+from mamba_align_jax.engine.scheduling.scheduler import Row
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mamba_align_jax.engine.config import MAX_LOGPROBS
 from mamba_align_jax.engine.model import ServedModel
-from mamba_align_jax.engine.request import TokenLogprobs
+from mamba_align_jax.engine.scheduling.request import TokenLogprobs
 
 # The number of tokens whose logits exist at once while a prompt is scored.
 _TOKENS_AT_ONCE = 128

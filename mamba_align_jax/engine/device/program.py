@@ -17,14 +17,21 @@ from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, StepIndices, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
-from mamba_align_jax.engine.adjust import SamplerState
-from mamba_align_jax.engine.choice import SamplingInputs, choose_tokens
+from mamba_align_jax.engine.device.packed import Packed, pack
+from mamba_align_jax.engine.device.page_tables import PageUpdates, set_pages
+from mamba_align_jax.engine.device.pending import (
+    Pending,
+    decode_places,
+    propose,
+    record_prompts,
+    record_sampled,
+    resolve,
+)
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Sampled, SampledStep
-from mamba_align_jax.engine.logprobs import Scores, score_prompt
-from mamba_align_jax.engine.packed import Packed, pack
-from mamba_align_jax.engine.page_tables import PageUpdates, set_pages
-from mamba_align_jax.engine.pending import Pending, decode_places, propose, record_prompts, record_sampled, resolve
-from mamba_align_jax.engine.sampling import count_sampled
+from mamba_align_jax.engine.sampling.adjust import SamplerState
+from mamba_align_jax.engine.sampling.choice import SamplingInputs, choose_tokens
+from mamba_align_jax.engine.sampling.draw import count_sampled
+from mamba_align_jax.engine.sampling.logprobs import Scores, score_prompt
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.layers.exchange import Exchange
 from mamba_align_jax.metadata.interior import interior_boundaries

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
-from mamba_align_jax.engine.request import Request, RequestOutput, RequestUpdate
+from mamba_align_jax.engine.scheduling.request import Request, RequestOutput, RequestUpdate
 
 
 class _Shown(NamedTuple):

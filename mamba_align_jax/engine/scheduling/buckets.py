@@ -4,8 +4,8 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.scheduler import Plan, Row
+from mamba_align_jax.engine.scheduling.levels import Level
+from mamba_align_jax.engine.scheduling.scheduler import Plan, Row
 
 # The fewest decode rows of a program that also has prefill rows, if it is not the only one.
 _MIN_MIXED_ROWS = 64

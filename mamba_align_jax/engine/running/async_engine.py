@@ -11,10 +11,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.engine.interrupts import ServiceThread, contained, failure
-from mamba_align_jax.engine.request import RequestUpdate
-from mamba_align_jax.engine.text import token_ids
+from mamba_align_jax.engine.running.engine import Engine
+from mamba_align_jax.engine.scheduling.request import RequestUpdate
+from mamba_align_jax.engine.text.tokenizer import token_ids
 from mamba_align_jax.errors import EngineDeadError
 
 _LOG = logging.getLogger(__name__)

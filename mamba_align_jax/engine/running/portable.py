@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.engine.bundle import read_bundle
-from mamba_align_jax.engine.core import EngineCore
-from mamba_align_jax.engine.transfer import Transfer, check_tokens, read_file
+from mamba_align_jax.engine.running.bundle import read_bundle
+from mamba_align_jax.engine.running.core import EngineCore
+from mamba_align_jax.engine.running.transfer import Transfer, check_tokens, read_file
 
 
 class PortableCore(EngineCore):

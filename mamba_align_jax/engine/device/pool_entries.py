@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mamba_align_jax.align.config import AlignConfig, ConvState
-from mamba_align_jax.engine.program import DeviceState
+from mamba_align_jax.engine.device.program import DeviceState
 from mamba_align_jax.sharding import AXIS, Layout, Part, columns
 
 # About so many bytes are copied at a time.

@@ -10,18 +10,18 @@ from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.state import Additions
 from mamba_align_jax.align.tables import TableUpdates
-from mamba_align_jax.engine.adjust import AdjustOptions
-from mamba_align_jax.engine.buckets import Bucket
-from mamba_align_jax.engine.choice import SamplingInputs
 from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.device.packed import Packed, pack
+from mamba_align_jax.engine.device.page_tables import Entry, PageUpdates
+from mamba_align_jax.engine.device.program import Inputs
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN
-from mamba_align_jax.engine.grammar import mask_words
-from mamba_align_jax.engine.levels import Level, changes_logits
-from mamba_align_jax.engine.packed import Packed, pack
-from mamba_align_jax.engine.page_tables import Entry, PageUpdates
-from mamba_align_jax.engine.program import Inputs
-from mamba_align_jax.engine.sampling import DrawOptions
-from mamba_align_jax.engine.scheduler import Row
+from mamba_align_jax.engine.sampling.adjust import AdjustOptions
+from mamba_align_jax.engine.sampling.choice import SamplingInputs
+from mamba_align_jax.engine.sampling.draw import DrawOptions
+from mamba_align_jax.engine.scheduling.buckets import Bucket
+from mamba_align_jax.engine.scheduling.levels import Level, changes_logits
+from mamba_align_jax.engine.scheduling.scheduler import Row
+from mamba_align_jax.engine.text.grammar_state import mask_words
 
 # Pages that hits may bring to a step with prefill rows, beside the pages of its chunks. Four hits of 4096 tokens bring 1024.
 _PAGES_OF_HITS = 1024

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_align_jax.align.batch import StepBatch
-from mamba_align_jax.engine.adjust import AdjustOptions, SamplerState, adjust, allow, drop_unlikely
-from mamba_align_jax.engine.logprobs import Scores, score
 from mamba_align_jax.engine.model import ServedModel
-from mamba_align_jax.engine.sampling import DrawOptions, sample
+from mamba_align_jax.engine.sampling.adjust import AdjustOptions, SamplerState, adjust, allow, drop_unlikely
+from mamba_align_jax.engine.sampling.draw import DrawOptions, sample
+from mamba_align_jax.engine.sampling.logprobs import Scores, score
 
 # Stands for no token where tokens are indices. Indices that are out of range are dropped.
 _NO_TOKEN = np.iinfo(np.int32).max

@@ -1,0 +1,1 @@
+"""The engine that a caller holds: steps and recovery from failures, threads, saved prefixes, and reports."""

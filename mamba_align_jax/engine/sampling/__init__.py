@@ -1,0 +1,1 @@
+"""Chooses tokens from logits, in the jitted step."""

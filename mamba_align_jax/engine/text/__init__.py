@@ -1,0 +1,1 @@
+"""Text in and out: tokenizers, stop strings, chat templates and grammars, and the processes that run what may hang."""
