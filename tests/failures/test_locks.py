@@ -13,7 +13,7 @@ import pytest
 from failures.test_owners import SIZES, SPELLER
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.running import turns as module
+from mamba_align_jax.engine import turns as module
 from mamba_align_jax.engine.turns import Turns
 
 FEW = SamplingParams(max_tokens=2, ignore_eos=True)
