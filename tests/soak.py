@@ -287,6 +287,9 @@ class Watch:
         self.new = set()
         # Which request had each prefix, by salt; 0 for several. Only what another request had can be cached for a request.
         self.known = {}
+        # Requests that begin again because a step failed before their first result was read. They may hit what their own
+        # chunks have published.
+        self.again = set()
         # Let everything happen once, so that records that stay for good are there before they are counted.
         self.left = None
         engine.generate([1], SamplingParams(max_tokens=2, stop_token_ids=range(engine.model_config.vocab_size)))
@@ -398,6 +401,9 @@ class Watch:
         """Runs a step; returns the requests that it finished as pairs of (params, output)."""
         rank = {number: (params.priority, number) for number, params in self.live.items()}
         before = set(self.waiting)
+        for request in self.engine.scheduler.waiting:
+            if request.num_admissions and not request.is_counted:
+                self.again.add(request.id)
         served = self.took(self.engine.step())
         if not self.is_disturbed:
             self.check_order(rank, before, set(self.waiting))
@@ -433,7 +439,7 @@ class Watch:
                 or any(stops[:-1])
                 or count > params.max_tokens
                 or cached % self.engine.config.block_size
-                or (cached and self.known[self.key(params, output.prompt_token_ids[:cached])] == 1 + output.request_id)
+                or (cached and self.only_own(params, output))
                 or cached >= len(output.prompt_token_ids)
                 or not logprobs_fit(params, output)
             ):
@@ -457,6 +463,11 @@ class Watch:
         left = records(self.engine)
         self.leaked += 0 if self.left is None else max(left - self.left, 0)
         return left
+
+    def only_own(self, params, output):
+        """Whether a request hit a prefix that no other request had."""
+        name = self.known[self.key(params, output.prompt_token_ids[: output.num_cached_tokens])]
+        return name == 1 + output.request_id and output.request_id not in self.again
 
     @staticmethod
     def key(params, tokens):
