@@ -59,7 +59,7 @@ SLOWEST = (
         "test_gated_delta_rule_prefill.py",
         "test_ssd.py",
         "test_causal_conv1d.py",
-        "test_benchmarks.py",
+        "test_pipeline.py",
         "test_serving.py",
     ),
     *(

@@ -137,9 +137,9 @@ RULES = (
     ("sharding/four_devices.py::test_shared_blocks_*", nothing),
     ("sharding/four_devices.py::test_arrays_without_elements_*", nothing),
     # Benchmarks and examples.
-    ("test_benchmarks.py::test_every_kind_of_benchmark_*", first(1, per="op")),
-    ("test_benchmarks.py::test_prefill_agrees_*", first(1, per="op")),
-    ("test_benchmarks.py::*", once),
+    ("benchmarks/test_kernels.py::test_every_kind_of_benchmark_*", first(1, per="op")),
+    ("benchmarks/test_kernels.py::test_prefill_agrees_*", first(1, per="op")),
+    ("benchmarks/*.py::*", once),
     ("test_readme.py::test_a_batch_of_both_kinds_*", once),
 )
 

@@ -27,7 +27,7 @@ def test_a_run_is_full_for_a_time(monkeypatch, value, seconds, is_full):
 )
 def test_deep_tests_that_come_too_late_are_counted(options, is_said):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    command += ["tests/test_processes_benchmark.py"]
+    command += ["tests/benchmarks/test_processes.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     said = "2 deep tests were left out, because 0 minutes had passed" in run.stdout
     assert said == is_said, run.stdout + run.stderr
