@@ -2,7 +2,7 @@
 
 Lowering ends before a kernel's own compiler runs, which alone knows how much shared memory and how many registers a kernel
 takes. XLA compiles without a GPU if it is given a description of one, and JAX's CUDA plugin. It runs nothing. Each case of
-`tests/kernels/test_lowering.py` is compiled for each device that is named, or for all of `DEVICES`. A case that the op's
+`tests/kernels/lowered_cases.py` is compiled for each device that is named, or for all of `DEVICES`. A case that the op's
 own check refuses runs as XLA's code there, and is listed. Then the steps of `ahead_steps.py` are compiled. A step must not
 copy a pool and must have no loop and no conditional, and one of decode rows no sort. The number of its launches is listed.
 With `--mosaic-gpu` the cases' Mosaic GPU kernels are compiled instead, for the H200 only. If MOSAIC_GPU_DUMP_PTXAS=1 is in
@@ -24,7 +24,7 @@ import jax
 import jax._src.xla_bridge as xla_bridge
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from kernels import test_lowering
+from kernels import lowered_cases
 
 from pallas_kernels import UnsupportedError, device
 
@@ -67,13 +67,13 @@ def described(name, count):
     """Returns GPUs that are described only. From then on kernels ask for their shared memory and cores."""
     configuration = _CONFIGURATION.format(name=name, device=DEVICES[name])
     device.shared_bytes = lambda: DEVICES[name].shared_bytes
-    test_lowering.CORES[name] = DEVICES[name].cores
+    lowered_cases.CORES[name] = DEVICES[name].cores
     return topologies.get_topology_desc(platform="cuda", target_config=configuration, topology=f"1x1x{count}").devices
 
 
 def cases(ops):
     """The function that lowers a case, and the case, for each case of some ops, or of all. Chains have 1 and 16 tokens."""
-    for op, (run, named, _) in test_lowering.EVERY.items():
+    for op, (run, named, _) in lowered_cases.EVERY.items():
         for case in named if not ops or op in ops else ():
             yield run, case
             if op == "product_chain":
@@ -89,11 +89,11 @@ def compile_cases(name, ops, **options):
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(gpu))
 
     def compile_(kind, function, *arguments, donated=(0,)):
-        with test_lowering.on(kind):
+        with lowered_cases.on(kind):
             traced = jax.jit(function, donate_argnums=donated).trace(*jax.tree.map(place, arguments))
             return traced.lower(lowering_platforms=("cuda",)).compile()
 
-    test_lowering.lower = compile_
+    lowered_cases.lower = compile_
     for run, case in cases(ops):
         try:
             run(name, case, **options)
@@ -114,7 +114,7 @@ def compile_steps(name):
     for step in ahead_steps.STEPS:
         try:
             devices = described(name, step.devices)
-            with test_lowering.on(name) if step.devices == 1 else contextlib.nullcontext():
+            with lowered_cases.on(name) if step.devices == 1 else contextlib.nullcontext():
                 traced, donated = ahead_steps.trace(step, devices)
                 compiled = traced.lower(lowering_platforms=("cuda",)).compile()
             faults, launches = ahead_steps.faults(step, compiled, donated)
@@ -137,7 +137,7 @@ def main():
     )
     options = parser.parse_args()
     if options.mosaic_gpu:
-        options.devices, options.op = ["NVIDIA H200"], options.op or [*test_lowering.EVERY]
+        options.devices, options.op = ["NVIDIA H200"], options.op or [*lowered_cases.EVERY]
     jax.config.update("jax_num_cpu_devices", max(step.devices for step in ahead_steps.STEPS))
     jax.devices()  # loads the plugins
     # JAX turns "gpu" into "cuda" only where there is one: https://github.com/jax-ml/jax/issues/23971

@@ -4,7 +4,7 @@
     python tests/machine_code.py write after.json            # on the commit after
     python tests/machine_code.py compare before.json after.json
 
-Each case of `tests/kernels/test_lowering.py` is lowered for an H200 by each implementation. The text of each kernel launch
+Each case of `tests/kernels/lowered_cases.py` is lowered for an H200 by each implementation. The text of each kernel launch
 (its Triton or Mosaic GPU module, its grid and its launch options) is hashed without source locations, and without the names
 of the module and of its functions, because compilers derive neither instructions nor registers from them. Equal text means
 equal machine code. Texts that differ may still compile to the same instructions.
@@ -28,7 +28,7 @@ import jaxlib.triton.dialect as triton_dialect
 from jax._src.interpreters import mlir
 from jax._src.lib import mosaic_gpu_dialect
 from jax._src.lib.mlir import ir
-from kernels import test_lowering
+from kernels import lowered_cases
 
 from pallas_kernels import UnsupportedError
 
@@ -72,7 +72,7 @@ def kernels(text: str) -> list[str]:
 def _cases():
     """Yields (name, function that lowers it) for each case and implementation."""
     implementations = ("triton", "mosaic_gpu")
-    for (op, (run, named, _)), implementation in itertools.product(test_lowering.EVERY.items(), implementations):
+    for (op, (run, named, _)), implementation in itertools.product(lowered_cases.EVERY.items(), implementations):
         for case, tokens in itertools.product(named, (1, 4, 16) if op == "product_chain" else (None,)):
             options = dict(implementation=implementation) | ({} if tokens is None else dict(tokens=tokens))
             name = f"{op} / {case.name} / {implementation}" + (f" / {tokens} tokens" if tokens else "")

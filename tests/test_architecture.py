@@ -269,6 +269,39 @@ def lines_of(function):
     return function.end_lineno - first.lineno + 1
 
 
+IMPORT = re.compile(r"^ *(?:from ([\w.]+) )?import (\([^)]*\)|[^\n]+)", re.MULTILINE)
+
+
+def imported_test_modules(text):
+    """The test modules of this repository that a file imports, also in the code of a process that it starts."""
+    found = []
+    for package, names in IMPORT.findall(text):
+        modules = [package, *(f"{package}.{name}" if package else name for name in re.findall(r"[\w.]+", names))]
+        paths = [ROOT / "tests" / f"{module.replace('.', '/')}.py" for module in modules if module]
+        found += [path.name for path in paths if path.name.startswith("test_") and path.exists()]
+    return found
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_imports_a_test_module(path):
+    """What several tests need is in `oracles/`, `fakes/` or a helper module beside them."""
+    assert imported_test_modules(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from kernels.test_lowering import (\n    OPS,\n)",
+        "from kernels import common, test_lowering",
+        "from kernels import (\n    common,\n    test_lowering as lowering,\n)",
+        "import kernels.test_lowering as lowering",
+        'RUN = """\nfrom kernels import test_lowering\n"""',
+    ],
+)
+def test_a_planted_import_of_a_test_module_is_seen(line):
+    assert imported_test_modules(line) == ["test_lowering.py"]
+
+
 @pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("mamba_align_jax")])
 def test_a_function_fits_a_screen(module):
     """Bodies of kernels, which `pallas_kernels` has, are longer: what they share lies in registers."""

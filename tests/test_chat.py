@@ -1,9 +1,9 @@
 """A conversation on a terminal: text comes in pieces, later turns hit the cache and say so, and an answer may be cut off."""
 
 import pytest
-from failures.test_owners import SIZES, SPELLER
 from fakes.letters import Letters
 from fakes.speller import next_token
+from fakes.spelling_engine import SIZES, SPELLER
 
 pytest.importorskip("jinja2")
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cache.test_events import BLOCK, PAGE, make, run_prompt, taken
+from fakes.cache_machine import BLOCK, PAGE
+from fakes.reported_cache import make, run_prompt, taken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -110,7 +110,7 @@ def run_all_reduce(x, addend, weight):
 
 def lower_ops():
     """Lowers the first case of each op for a GPU, and returns nothing."""
-    from kernels.test_lowering import EVERY
+    from kernels.lowered_cases import EVERY
 
     for lower, _, case in EVERY.values():
         assert "__gpu$xla.gpu.triton" in lower("NVIDIA H200", case)

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from align.test_deferred import BLOCK, CHANNELS, GROUP, STATES, WIDTH, Server, inputs_of, make_spec
+from fakes.deferred_layers import BLOCK, CHANNELS, GROUP, STATES, WIDTH, Server, inputs_of, make_spec
 
 from mamba_align_jax import (
     AlignState,

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from align.test_machine import BLOCKS, CHANNELS, DIM, INPUTS, LONGEST, SLOTS, TAPS, WIDTH, KernelMachine, run
-from fakes.any_config import AnyConfig, make_spec
+from fakes.any_config import CHANNELS, DIM, LONGEST, SLOTS, AnyConfig, make_spec
 from fakes.deferred_server import DeferredMachine
+from fakes.kernel_machine import BLOCKS, INPUTS, TAPS, WIDTH, KernelMachine
+from fakes.server import run
 from oracles.ops import gates
 
 from mamba_align_jax import StatePool, fold_slots, migrate, split_rows

@@ -1,13 +1,13 @@
 """The events of a cache tell what is cached: a mirror that applies them has the cache's keys after every change."""
 
 import pytest
-from cache.test_hybrid_model import BLOCK, PAGE, K, Machine
+from fakes.cache_machine import BLOCK, PAGE, Machine
+from fakes.reported_cache import assert_mirrors, make, run_prompt, taken
 from hypothesis import settings
 from hypothesis.stateful import invariant, rule
 
 from mamba_align_jax.cache.events import (
     CacheCleared,
-    CacheLog,
     PageRemoved,
     PageStored,
     StateRemoved,
@@ -19,22 +19,6 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.routing import CacheMirror
-
-
-def make(num_blocks=12, num_pages=34, **options):
-    log = CacheLog()
-    states = StateBlockManager(num_blocks, BLOCK, K)
-    return HybridCache(states, KVPageManager(num_pages, PAGE), check=True, log=log, **options), log
-
-
-def taken(log):
-    events, log.pending = log.pending, []
-    return events
-
-
-def assert_mirrors(mirror, cache):
-    assert mirror.pages == set(map(block_hash, cache.kv.pool.keys))
-    assert mirror.states.keys() == set(map(block_hash, cache.states.pool.keys))
 
 
 class Reporting(Machine):
@@ -81,20 +65,6 @@ class Reporting(Machine):
 
 Reporting.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestReporting = Reporting.TestCase
-
-
-def run_prompt(cache, name, tokens, salt=b""):
-    hit = cache.lookup(tokens, salt)
-    start = hit.length
-    keep = cache.checkpoints(len(tokens), (), hit.junction)
-    while start < len(tokens):
-        end = cache.chunk_end(start, 99, 99, len(tokens), keep.stops(start))
-        assert cache.allocate(name, start, start, end - start, hit=hit, keep=keep) is not None
-        cache.dispatched(name, tokens[:end])
-        cache.commit(name, tokens[:end], end)
-        start = end
-    cache.free(name)
-    cache.forget(name)
 
 
 def test_a_prompt_is_reported_page_by_page_with_its_state():

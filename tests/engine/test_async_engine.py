@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
-from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right, prompts
-from failures.test_owners import PARAMS as SPELLED
 from fakes.speller import VOCAB
+from fakes.spelling_engine import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right, prompts
+from fakes.spelling_engine import PARAMS as SPELLED
 
 from mamba_align_jax import AsyncEngine, Engine, EngineConfig, SamplingParams
 from mamba_align_jax.errors import EngineDeadError, QueueFullError

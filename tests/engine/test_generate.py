@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from failures.test_owners import PARAMS, SIZES, SPELLER, assert_nothing_is_held, assert_right, prompts
 from fakes.letters import Letters
+from fakes.spelling_engine import PARAMS, SIZES, SPELLER, assert_nothing_is_held, assert_right, prompts
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.running.admission import seeded

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tokenizers
-from engine.test_adjust import END, MODEL, SIZES, STEPPING, STUTTER, serve
 from fakes.engines import launch_ahead
 from fakes.speller import VOCAB, next_token, next_tokens
+from fakes.stuttering_engine import END, MODEL, SIZES, STEPPING, STUTTER, serve
 from oracles.sampling import adjusted
 
 from mamba_align_jax import Engine, EngineConfig, Grammar, SamplingParams

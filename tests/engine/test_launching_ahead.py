@@ -8,13 +8,13 @@ import depth
 import jax
 import numpy as np
 import pytest
-from failures.test_interrupts import Calls
-from failures.test_owners import DRAFTS, PARAMS, SIZES, SPELLER, PlannedError, assert_nothing_is_held, assert_right
-from failures.test_owners import prompts as drawn_prompts
-from failures.test_owners import serve as served
 from fakes.engines import launch_ahead
 from fakes.letters import Letters
+from fakes.raising import Calls, PlannedError
 from fakes.speller import Speller
+from fakes.spelling_engine import DRAFTS, PARAMS, SIZES, SPELLER, assert_nothing_is_held, assert_right
+from fakes.spelling_engine import prompts as drawn_prompts
+from fakes.spelling_engine import serve as served
 from jax.sharding import Mesh
 
 from benchmarks.random_model import TINY, random_model

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.programs import shapes
-from engine.test_adjust import MODEL, SIZES, STEPPING, STUTTER, asked, expected, params_of, serve
 from fakes.speller import VOCAB, next_tokens
+from fakes.stuttering_engine import MODEL, SIZES, STEPPING, STUTTER, asked, expected, params_of, serve
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.engine.sampling.logprobs import score, score_prompt

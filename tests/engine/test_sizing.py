@@ -1,7 +1,7 @@
 """Sizes that no machine has are refused before memory is asked for."""
 
 import pytest
-from failures.test_owners import SPELLER
+from fakes.spelling_engine import SPELLER
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.device.sizing import memory_bytes

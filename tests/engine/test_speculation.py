@@ -6,9 +6,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.test_trace import Listener, replay
 from fakes.engines import load_two_layers
 from fakes.foresight import Foresight, found_in, in_turn
+from oracles.traces import Listener, replay
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.device.program import run_step

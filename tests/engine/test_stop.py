@@ -3,10 +3,10 @@
 import copy
 
 import pytest
-from engine.test_updates import drain, joined
-from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, prompts, raising
 from fakes.letters import Letters
+from fakes.raising import raising
 from fakes.speller import VOCAB, next_token
+from fakes.spelling_engine import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, drain, joined, prompts
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cache.hybrid import HybridCache

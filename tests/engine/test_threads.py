@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 import pytest
-from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right
 from fakes.speller import VOCAB
+from fakes.spelling_engine import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.running.trace import TracedStep, read_trace

@@ -1,12 +1,12 @@
 """A trace has everything that its steps did: a replay of it ends where the requests ended."""
 
-import collections
 import dataclasses
 
 import pytest
 from fakes.device import BLOCK, assert_complete, foresight, make, request, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.traces import Listener, replay
 
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.cli import main
@@ -33,48 +33,6 @@ STEPS = [
     TracedStep(step=1, copied_bytes=0, null_reads=0, rows=(dataclasses.replace(PROMPT, columns=(), published=0),)),
     TracedStep(step=2, copied_bytes=2048, null_reads=1, rows=(ROW, dataclasses.replace(PROMPT, gone=True))),
 ]
-
-
-class Listener:
-    """Collects the (request, boundary) pairs that a state block manager publishes."""
-
-    def __init__(self, states):
-        self.heard, publish, commit = [], states.publish, states.commit
-
-        def published(request, tokens, **options):
-            new = publish(request, tokens, **options)
-            if new:
-                self.heard.append((request, new))
-            return new
-
-        def committed(request, tokens, computed):
-            boundary = commit(request, tokens, computed)
-            if boundary:
-                self.heard.append((request, boundary))
-            return boundary
-
-        states.publish, states.commit = published, committed
-
-
-def replay(rows, block_size):
-    """Follows every request through its rows, and returns how many of its tokens have states in the end."""
-    computed, columns = {}, collections.defaultdict(dict)
-    for row in rows:
-        if row.enters:
-            computed[row.request], columns[row.request] = row.computed, {}
-        columns[row.request].update(row.columns)
-        if row.gone:
-            continue
-        assert row.computed == computed[row.request]
-        certain = row.computed + row.scheduled - row.drafts
-        assert row.accepted <= row.proposed <= row.drafts
-        computed[row.request] = after = certain + row.accepted
-        passed = [end for end in range(certain, after + 1) if end % block_size == 0]
-        assert row.saved == max(passed, default=0)
-        if row.saved:
-            assert row.saved // block_size - 1 in columns[row.request]
-        assert row.published in (0, row.saved)
-    return computed
 
 
 @settings(max_examples=50, deadline=None)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from failures.test_interrupts import Interrupt
 from fakes.engines import poison
+from fakes.raising import Interrupt
 from fakes.speller import VOCAB, Speller, next_tokens
 from flax import nnx
 from hypothesis import given, settings

@@ -3,33 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right, prompts
-from failures.test_owners import PARAMS as SPELLED
 from fakes.speller import VOCAB
+from fakes.spelling_engine import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right, drain, joined, prompts
+from fakes.spelling_engine import PARAMS as SPELLED
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_program")
 STEPPING = {"sync": {}, "drafts": DRAFTS, "async": dict(DRAFTS, async_stepping=True)}
-
-
-def drain(engine, *, steps=600):
-    updates = []
-    for _ in range(steps):
-        if not engine.has_unfinished:
-            return updates
-        updates += engine.step_outputs()
-    raise AssertionError("the engine does not come to an end")
-
-
-def joined(updates):
-    """One update for each request, by its id."""
-    whole = {}
-    for update in updates:
-        before = whole.get(update.request_id)
-        assert before is None or before.output is None, "an update after the last one"
-        whole[update.request_id] = before.followed_by(update) if before else update
-    return whole
 
 
 @pytest.mark.parametrize("stepping", STEPPING)

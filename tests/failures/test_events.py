@@ -5,10 +5,10 @@ import logging
 import depth
 import numpy as np
 import pytest
-from cache.test_events import assert_mirrors
-from failures.test_interrupts import PACKAGE, Calls, Interrupt
-from failures.test_owners import DRAFTS, PARAMS, SIZES, SPELLER, assert_nothing_is_held
 from fakes.letters import Letters
+from fakes.raising import PACKAGE, Calls, Interrupt
+from fakes.reported_cache import assert_mirrors
+from fakes.spelling_engine import DRAFTS, PARAMS, SIZES, SPELLER, assert_nothing_is_held
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.cache.events import CacheCleared, CacheLog, PageRemoved, PageStored, StateRemoved, StateStored

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from failures.test_fuzz import GROUP, QUIET, SMALL, VALUES, assert_clear, contents
+from fakes.odd_values import GROUP, QUIET, SMALL, VALUES, assert_clear, contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

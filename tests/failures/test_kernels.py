@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
-from kernels.test_lowering import OPS
+from kernels.lowered_cases import OPS
 from oracles.ops import gated_delta_rule
 
 from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update, gated_delta_rule_recurrent

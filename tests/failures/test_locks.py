@@ -10,7 +10,7 @@ import threading
 
 import depth
 import pytest
-from failures.test_owners import SIZES, SPELLER
+from fakes.spelling_engine import SIZES, SPELLER
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine import turns as module

@@ -4,18 +4,27 @@ An exception is raised at every call that leaves the scheduler, the cache, the d
 """
 
 import contextlib
-import dataclasses
-import functools
-import itertools
 
 import depth
 import jax
 import numpy as np
 import pytest
 from fakes.engines import launch_ahead
-from fakes.speller import VOCAB, Speller, next_tokens
+from fakes.raising import Drafting, PlannedError, raising
+from fakes.speller import VOCAB
+from fakes.spelling_engine import (
+    DRAFTS,
+    PARAMS,
+    SIZES,
+    SPELLER,
+    STEPPING,
+    assert_nothing_is_held,
+    assert_right,
+    prompts,
+    serve,
+)
 
-from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
@@ -34,17 +43,6 @@ from mamba_align_jax.engine.scheduling.stats import Counters
 from mamba_align_jax.engine.scheduling.waiting import WaitingQueue
 
 pytestmark = pytest.mark.usefixtures("one_program")
-SIZES = dict(block_size=8, kv_page_size=4, max_num_seqs=3, max_num_batched_tokens=20, max_model_len=64)
-# Three long requests at once need more blocks and pages, so that some are preempted.
-SIZES |= dict(num_state_blocks=12, num_kv_pages=18, prompt_lookup_min=1)
-DRAFTS = dict(num_speculative_tokens=2)
-STEPPING = {"sync": DRAFTS, "async": DRAFTS | dict(async_stepping=True)}
-STUTTER = 2
-PARAMS = SamplingParams(max_tokens=18, ignore_eos=True)
-# Needs a program of a higher level, and changes no token.
-FULL = dataclasses.replace(PARAMS, logit_bias={0: 0.0}, logprobs=1)
-# It also runs under policy "deferred".
-SPELLER = Speller(STUTTER, adds=True)
 
 # Every method and function that a step, or the end of a request, calls on another part. The insides of the pools are
 # among them.
@@ -85,73 +83,6 @@ FREQUENT = (
     "append",
     "begin",
 )
-
-
-class PlannedError(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def raising(owner, name, turn, after=False):
-    """Makes the call number `turn` of a function raise, before or after it does its work. Gives the list of errors."""
-    function, turns, raised = getattr(owner, name), itertools.count(), []
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        due = next(turns) == turn
-        result = function(*args, **kwargs) if after or not due else None
-        if due:
-            raised.append(PlannedError(f"{name}, call {turn}"))
-            raise raised[-1]
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, call)
-        yield raised
-
-
-def prompts(rng):
-    shared = rng.integers(0, VOCAB, 17).tolist()
-    return [shared + rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 9)] + [
-        rng.integers(0, VOCAB, n).tolist() for n in (25, 3)
-    ]
-
-
-def serve(engine, asked):
-    """Runs requests to their ends, and returns the outputs in their order."""
-    ids, outputs = [engine.add_request(prompt, PARAMS) for prompt in asked[:-1]], {}
-    ids.append(engine.add_request(asked[-1], FULL))
-    for _ in range(600):
-        if not engine.has_unfinished:
-            break
-        outputs |= {output.request_id: output for output in engine.step()}
-    assert outputs.keys() == set(ids), "a request was lost"
-    return [outputs[number] for number in ids]
-
-
-def assert_right(outputs, asked):
-    for output, prompt in zip(outputs, asked, strict=True):
-        assert list(output.prompt_token_ids) == prompt
-        tokens = [*output.prompt_token_ids, *output.token_ids]
-        wanted = next_tokens(tokens[:-1], STUTTER, adds=True)[len(prompt) - 1 :]
-        assert wanted == list(output.token_ids) or not output.token_ids
-        assert len(output.token_times) == len(output.token_ids)
-        assert [found.token_id for found in output.logprobs or ()] == list(
-            output.token_ids[: len(output.logprobs or ())]
-        )
-        if output.error is None:
-            assert (output.finish_reason, len(output.token_ids)) == ("length", PARAMS.max_tokens)
-
-
-def assert_nothing_is_held(engine):
-    engine.cache.check()
-    assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == engine.stats.null_reads == 0
-    assert not engine.cache.states._requests
-    assert not engine.cache.states._rolling.left
-    assert not engine.cache.kv._requests
-    assert not engine.scheduler.running
-    assert len(engine.scheduler.waiting) == 0
-    assert len(engine.scheduler._free_slots) == SIZES["max_num_seqs"]
 
 
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["before", "after"])
@@ -213,21 +144,6 @@ def test_lost_pools_end_the_requests_that_ran(rng, monkeypatch):
     assert [output.request_id for output in outputs if output.finish_reason == "error"] == sorted(ran)
     assert_right(outputs, asked)
     assert_nothing_is_held(engine)
-
-
-class Drafting:
-    """A drafter that proposes what it is given, whatever that is."""
-
-    def __init__(self, proposed):
-        self.proposed = proposed
-
-    def draft(self, request, tokens, max_drafts):
-        if isinstance(self.proposed, Exception):
-            raise self.proposed
-        return self.proposed
-
-    def forget(self, request):
-        raise PlannedError("forget")
 
 
 NO_DRAFTS = ([999], [-1], [VOCAB], [1.5, 2], ["a"], [None], None, 3, "ab", b"ab", [[1]], [True], {1: 2}, [2**70])

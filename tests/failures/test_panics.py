@@ -8,9 +8,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from failures.test_owners import DRAFTS, PARAMS, SIZES, SPELLER, Drafting, assert_nothing_is_held, assert_right
 from fakes.http import Served
 from fakes.letters import Letters
+from fakes.raising import Drafting
+from fakes.spelling_engine import DRAFTS, PARAMS, SIZES, SPELLER, assert_nothing_is_held, assert_right
 
 from mamba_align_jax import AsyncEngine, Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cache.hybrid import HybridCache

@@ -156,3 +156,7 @@ def every_split(model, tokens, implementation=None):
         tails = driver.step(prefill={slot: tokens[cut:] for slot, cut in cuts.items()})
         for slot in cuts:
             yield driver, slot, np.concatenate([heads[slot], tails[slot]])
+
+
+def close(got, wanted):
+    np.testing.assert_allclose(got, wanted, atol=ATOL, rtol=0)

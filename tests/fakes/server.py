@@ -15,8 +15,9 @@ import numpy as np
 from fakes.any_config import LONGEST, POLICIES, SLOTS, WIDEST, make_spec, run_step
 from fakes.host_path import HostPath
 from fakes.unusual_host import UnusualHost
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from oracles.tokens import Pool, Row, check_idle, to_numpy
 
 from mamba_align_jax import (
@@ -400,3 +401,15 @@ class Machine(UnusualHost, RuleBasedStateMachine):
             events["boundary saved from the next column"] += bool(saved and not in_place)
             events["boundary saved in place"] += bool(saved and in_place)
             events["two unread steps"] += len(self.requests[row.slot].pending) == 2
+
+
+def run(machine, examples, steps):
+    """Runs at least so many examples and steps; how long an example gets is up to chance."""
+    machine.steps, machine.events = 0, collections.Counter()
+    changes = dict(deadline=None, suppress_health_check=list(HealthCheck))
+    while machine.steps < steps:
+        before = machine.steps
+        run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=60, **changes))
+        assert machine.steps > before
+        examples = 25
+    return machine.events

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -14,86 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import sgl_jax
-from jax.sharding import Mesh
+from integrations.recorded_calls import SIGNATURES, assert_as_recorded, load, run
 
 from mamba_align_jax.integrations import sglang_jax
 from mamba_align_jax.integrations.delta_rule_step import BlockRows, Taps, delta_rule_step
 
-DATA = Path(__file__).parent / "data"
-SIGNATURES = json.loads((DATA / "sglang_jax_signatures.json").read_text())
 GDN_CALLS = ("prefill_of_several_rows", "prefill_that_goes_on", "decode_of_several_rows", "decode_that_keeps")
 CALLS = (*GDN_CALLS, "kda_prefill", "kda_decode")
-# Both sides compute in float32. Native's chunks and its inverse of a triangle round otherwise than ours.
-TOLERANCE = 2e-5
 
 
 @pytest.fixture
 def stack(monkeypatch):
     """What stands for sglang-jax's modules."""
     return sgl_jax.put(monkeypatch)
-
-
-def load(name):
-    with np.load(DATA / f"sglang_jax_{name}.npz") as file:
-        return dict(file)
-
-
-def boxed(value):
-    """A parameter as sglang-jax's layers hold it."""
-    return SimpleNamespace(value=jnp.asarray(value))
-
-
-def run(name, call, devices=1, **changed):
-    """Runs a recorded call on our backend. Returns its outputs and pools."""
-    call = call | changed
-    kda = name.startswith("kda")
-    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, -1), ("data", "tensor"))
-    heads, dim = call["states"].shape[1:3]
-    weights = ("q_conv", "k_conv", "v_conv") if kda else ("conv",)
-    layer = SimpleNamespace(
-        layer_id=0, num_q_heads=heads, head_q_dim=dim, scale=dim**-0.5, activation=jax.nn.silu,
-        A_log=boxed(call["A_log"]), dt_bias=boxed(call["dt_bias"]),
-        **{f"{part}1d": SimpleNamespace(weight=boxed(call[part])) for part in weights},
-    )  # fmt: skip
-    gdn_class, kda_class = sglang_jax.backends()
-    key_heads = (call["conv"].shape[0] // dim - heads) // 2 if not kda else heads
-    backend = (
-        kda_class(mesh=mesh) if kda else gdn_class(key_heads, heads, dim, dim, 4, mesh, jnp.float32, "chunked_jax")
-    )
-    names = SIGNATURES["LinearRecurrentAttnBackendMetadata"]
-    backend.forward_metadata = SimpleNamespace(**{n: jnp.asarray(call[n]) if n in call else None for n in names})
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: "extend_prefix_lens" not in call))
-    batch.extend_prefix_lens = call.get("extend_prefix_lens")
-    pool = SimpleNamespace(
-        get_linear_recurrent_layer_cache=lambda layer_id: (jnp.asarray(call["states"]), [jnp.asarray(call["windows"])])
-    )
-    tokens = (jnp.asarray(call[part]) for part in "qkvab")
-    out, (states, (windows,)) = jax.jit(lambda tokens: backend(*tokens, layer, batch, pool, mixed_qkv=None))(
-        tuple(tokens)
-    )
-    return np.asarray(out), np.asarray(states), np.asarray(windows)
-
-
-def after(call, pool):
-    """A pool as sglang-jax's own backend left it."""
-    expected = call[pool].copy()
-    expected[call[f"{pool}_slots"]] = call[f"{pool}_after"]
-    return expected
-
-
-def assert_as_recorded(call, result):
-    out, states, windows = result
-    tokens = call["cu_q_lens"][-1]  # Native's outputs of padding tokens are arbitrary.
-    # Decode batches are padded by rows of slot 0, whose tokens count.
-    real = np.repeat(call["recurrent_indices"] > 0, np.diff(call["cu_q_lens"]))
-    expected = call["out"].reshape(len(call["out"]), -1)
-    assert np.abs(out[:tokens][real] - expected[:tokens][real]).max() < TOLERANCE * max(1, np.abs(expected).max())
-    for pool, came in (("states", states), ("windows", windows)):
-        expected = after(call, pool)
-        assert np.abs(came - expected).max() < TOLERANCE * max(1, np.abs(expected).max())
-        written = {*call["recurrent_indices"], *call.get("recurrent_track_indices", ())} - {0}
-        others = [slot for slot in range(len(came)) if slot not in written]
-        np.testing.assert_array_equal(came[others], call[pool][others])
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -172,7 +104,7 @@ def test_two_devices_answer_as_one():
 TWO_DEVICES = """
 import numpy as np, pytest
 from fakes import sgl_jax
-from integrations import test_sglang_jax as t
+from integrations import recorded_calls as t
 
 with pytest.MonkeyPatch.context() as patch:
     sgl_jax.put(patch)

@@ -84,3 +84,16 @@ def assert_is_attention(batch, out, scale=None):
 
 def same_bits(one, other):
     np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
+
+
+DIMS = {
+    "4 of 32": Dims(4, 2, 32),
+    "one head of 8": Dims(1, 1, 8),
+    "6 of 96": Dims(6, 2, 96),
+    "8 of 64": Dims(8, 8, 64),
+    "8 of 192": Dims(8, 1, 192),
+    "16 of 256": Dims(16, 4, 256),
+    "latent 24 and 8": Dims(4, 1, 40, 24),
+    "latent 576": Dims(32, 1, 576, 512),
+    "40 heads": Dims(40, 1, 16),
+}

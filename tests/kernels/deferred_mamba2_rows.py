@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from kernels.common import how
 from kernels.deferred_rows import BLOCKS, LAYER, LAYERS, SLOTS
-from kernels.test_selective_state_update import Dims
+from kernels.state_space_rows import Dims
 from oracles import deferred_mamba2_by_hand
 from oracles.ops import selective_state_update as oracle
 

@@ -5,8 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from kernels.common import assert_close, assert_untouched, dirty_pool, pack
-from kernels.deferred_rows import LAYER, SLOTS, coarsest, exact
-from kernels.test_gated_delta_rule_deferred import PADDING, ROWS
+from kernels.deferred_rows import (
+    LAYER,
+    SLOTS,
+    coarsest,
+    exact,
+)
 
 
 def check_rows_in_every_phase(rng, kind, implementation):
@@ -65,3 +69,29 @@ def check_rows_in_every_phase(rng, kind, implementation):
         for slot, place in places:
             now[LAYER, slot, :, place] = before[LAYER, slot, :, place]
         np.testing.assert_array_equal(now.view(np.uint8), before.view(np.uint8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a call: the arguments of its slot, and how many tokens it has."""
+
+    base: int
+    position: int
+    count: int
+    read: int
+    fold: int
+
+
+# In groups of 16 tokens. Slots are given in reverse order.
+ROWS = {
+    "fresh": Row(0, 0, 4, 0, 10),
+    "decode": Row(16, 20, 1, 1, 10),
+    "folds into the block that it reads": Row(16, 32, 4, 2, 2),
+    "folds a short group, after a prefill": Row(5, 18, 3, 3, 11),
+    "crosses the end of its group": Row(7, 14, 4, 4, 10),
+    "has no tokens": Row(3, 10, 0, 5, 10),
+    "folds only": Row(16, 33, 0, 6, 12),
+    "folds nowhere": Row(16, 34, 2, 7, 0),
+    "could fold and need not": Row(16, 34, 0, 8, 0),
+}
+PADDING = Row(0, 0, 0, 9, 10)

@@ -4,9 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from kernels import test_gated_delta_rule
+from kernels import delta_rule_claims
 from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, how
-from kernels.test_gated_delta_rule import Dims, unpack
+from kernels.delta_rule_claims import Dims, unpack
 from oracles import deferred_by_hand
 from oracles.ops import gated_delta_rule_entries, gates
 
@@ -15,7 +15,7 @@ from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 LAYER, LAYERS, BLOCKS, SLOTS = 1, 2, 16, 9
 
 
-DIMS = test_gated_delta_rule.DIMS | {"64 x 128": Dims(2, 4, 64, 128)}
+DIMS = delta_rule_claims.DIMS | {"64 x 128": Dims(2, 4, 64, 128)}
 # The Mosaic GPU kernel cannot be interpreted. "by hand" stands for it there.
 EVERY = [*IMPLEMENTATIONS, MOSAIC_GPU]
 

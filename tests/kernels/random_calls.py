@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from kernels import (
     attention_batches,
+    chains,
     deferred_mamba2_rows,
     deferred_rows,
-    test_gated_delta_rule,
-    test_product_chain,
-    test_rotary,
-    test_selective_state_update,
+    delta_rule_claims,
+    rotations,
+    state_space_rows,
 )
 from kernels.common import assert_close, assert_untouched
 from oracles import ops as oracle
@@ -677,7 +677,7 @@ def deferred_kind(draw: Draw, op: str) -> tuple[Any, Any]:
     dtype, state = draw.one("bfloat16", "bfloat16", *FLOATS), draw.one(*FLOATS)
     if op == "gated_delta_rule_deferred":
         case = _delta_case(draw)
-        dims = test_gated_delta_rule.Dims(
+        dims = delta_rule_claims.Dims(
             case.key_heads, case.value_heads, min(case.key_dim, 192), min(case.value_dim, 192)
         )
         options = dict(
@@ -690,7 +690,7 @@ def deferred_kind(draw: Draw, op: str) -> tuple[Any, Any]:
         return deferred_rows.Kind("random", dtype, state, **options), dims
     groups, given = draw.one(1, 1, 2), draw.one(("D", "dt_bias"), (), ("D",))
     sizes = draw.size(64, 128, small=80), draw.size(16, 64, 128, small=80), groups
-    dims = test_selective_state_update.Dims(groups * draw.one(1, 2), *sizes)
+    dims = state_space_rows.Dims(groups * draw.one(1, 2), *sizes)
     return DEFERRED[op].Kind("random", dtype, state, draw.one(16, 16, 32), given, draw.chance(0.8)), dims
 
 
@@ -1096,7 +1096,7 @@ def paged_attention(draw: Draw) -> Call:
 
 def rotate_and_store(draw: Draw) -> Call:
     kv_heads, dim = draw.one(1, 2, 4, 8), draw.size(128, 256, small=100)
-    dims = test_rotary.Dims(
+    dims = rotations.Dims(
         kv_heads * draw.one(1, 2, 3, 8),
         kv_heads,
         dim,
@@ -1106,12 +1106,12 @@ def rotate_and_store(draw: Draw) -> Call:
         value_dim=draw.one(None, draw.random.randint(1, 100)),
     )
     dtype = draw.one(*FLOATS)
-    arguments = test_rotary.make(draw.rng, dims, draw.one(1, 5, 9), dtype, page_size=draw.one(6, 16, 64))
+    arguments = rotations.make(draw.rng, dims, draw.one(1, 5, 9), dtype, page_size=draw.one(6, 16, 64))
     arguments = {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in arguments.items()}
     if not draw.runs and draw.chance(0.3):
         arguments["heads"] = draw.random.randint(1, dims.heads)
     config = configured(draw, rotary_config.default_config(dim))
-    return Call(ops.rotate_and_store, arguments, test_rotary.assert_is_right, config=config)
+    return Call(ops.rotate_and_store, arguments, rotations.assert_is_right, config=config)
 
 
 def rotate(draw: Draw) -> Call:
@@ -1183,15 +1183,15 @@ def product_chain(draw: Draw) -> Call:
     while True:
         x, steps, residual = case.arguments(make, tokens)
         if draw.has_values:
-            *wanted, clear = test_product_chain.oracle(x, steps, residual, case.dtype)
-        if clear > test_product_chain.CLEAR:
+            *wanted, clear = chains.oracle(x, steps, residual, case.dtype)
+        if clear > chains.CLEAR:
             break
     residual = None if "norm" not in case.steps else residual
 
     def compare(_, results):
         out, total = results
         roundings, terms = 2 * len(steps), max(x.shape[-1] for x in jax.tree.leaves(steps) if x.ndim > 1)
-        found = float64(test_product_chain.whole(out))
+        found = float64(chains.whole(out))
         assert_close(found / roundings, wanted[0] / roundings, case.dtype, terms, "results")
         if residual is not None:
             assert_close(float64(total) / roundings, wanted[1] / roundings, case.dtype, terms, "residual")

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from kernels import programs_in_numpy
+from kernels.chains import OF_TOKENS, SMALL, draw, oracle, whole
 from kernels.common import assert_close
-from kernels.test_product_chain import OF_TOKENS, SMALL, draw, oracle, whole
 
 from pallas_kernels import Mailboxes, UnsupportedError, all_reduce_product_chain, product_chain
 from pallas_kernels.product_chain import Norm

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.common import IMPLEMENTATIONS, assert_untouched, dirty_pool, how, pack
-from kernels.test_window_layout import transposed
+from kernels.conv_claims import transposed
 
 from pallas_kernels import causal_conv1d_update
 from pallas_kernels.causal_conv1d.config import Config

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels import programs_in_numpy, threads_in_numpy
+from kernels.chains import changed, draw, oracle
 from kernels.common import (
     IMPLEMENTATIONS,
     MOSAIC_GPU,
@@ -18,7 +19,6 @@ from kernels.common import (
     pack,
     skip_if_unavailable,
 )
-from kernels.test_product_chain import changed, draw, oracle
 from kernels.threads_in_numpy import Ref, fake, install
 from oracles.ops import causal_conv1d
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.common import how
-from kernels.test_mixture_of_experts import SMALL, Weights, assert_is_mixture, draw_tokens, make
+from kernels.mixtures import SMALL, Weights, assert_is_mixture, draw_tokens, make
 from oracles import ops as oracle
 
 from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums, routed_experts_sums

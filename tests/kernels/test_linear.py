@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, how
-from kernels.test_lowering import on
+from kernels.lowered_cases import on
 from oracles.ops import linear as oracle
 
 from pallas_kernels import linear, linear_sums

@@ -2,9 +2,8 @@
 
 import jax.numpy as jnp
 import pytest
-from kernels import test_lowering as lowering
-from kernels.attention_batches import assert_is_attention, make
-from kernels.test_paged_attention import DIMS
+from kernels import lowered_cases as lowering
+from kernels.attention_batches import DIMS, assert_is_attention, make
 
 from pallas_kernels import UnsupportedError, device
 from pallas_kernels.gated_delta_rule.config import default_prefill_config

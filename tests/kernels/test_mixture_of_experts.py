@@ -4,18 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_close, how
+from kernels.common import IMPLEMENTATIONS, how
+from kernels.mixtures import HIDDEN, SMALL, assert_is_mixture, draw_tokens, make
 from oracles import ops as oracle
 
 from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums, routed_experts_sums
 from pallas_kernels.mixture_of_experts import pallas_triton
 from pallas_kernels.mixture_of_experts._tiles import Tiles, tiles, tiles_by_kernels
-from pallas_kernels.mixture_of_experts.config import Config, Product, default_config
+from pallas_kernels.mixture_of_experts.config import default_config
 
-HIDDEN, SIZE = 72, 40
 NO_TILE = -2
-# Tiles so small that every size leaves a rest.
-SMALL = Config(16, Product(16, 32, 4, 2), Product(32, 16, 4, 2))
 
 
 def options_of(implementation):
@@ -23,38 +21,9 @@ def options_of(implementation):
     return how(implementation) | ({} if implementation == "xla" else dict(config=SMALL))
 
 
-@dataclasses.dataclass
-class Weights:
-    """Experts' weights, rounded to their dtype, and as the oracle takes them."""
-
-    up: jnp.ndarray
-    down: jnp.ndarray
-
-
-def make(rng, experts, dtype=jnp.float32, activation="swiglu", hidden=HIDDEN, size=SIZE):
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
-    return Weights(draw(experts, size * (1 + (activation == "swiglu")), hidden), draw(experts, hidden, size))
-
-
-def draw_tokens(rng, tokens, dtype=jnp.float32, hidden=HIDDEN):
-    return jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
-
-
 def choose(rng, tokens, experts, top_k):
     """Different experts for each token."""
     return np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
-
-
-def assert_is_mixture(x, weights, chosen, factors, out, activation="swiglu"):
-    real = np.asarray(chosen).max(axis=1) >= 0
-    wide = [np.asarray(v.astype(jnp.float32), np.float64) for v in (x, weights.up, weights.down)]
-    wanted = oracle.mixture_of_experts(*wide, np.where(chosen < len(wide[1]), chosen, -1), factors, activation)
-    assert out.dtype == x.dtype
-    out = np.asarray(out.astype(jnp.float32))
-    # A token's result has as many roundings to the dtype as experts, before the last one.
-    terms = 16 * (wide[1].shape[2] + wide[2].shape[2])
-    assert_close(out[real], wanted[real], x.dtype, terms if x.dtype == jnp.float32 else 1e7, "tokens")
-    assert not out[~real].any()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.attention_batches import LAYER, Dims, assert_is_attention, make, same_bits
+from kernels.attention_batches import DIMS, LAYER, Dims, assert_is_attention, make, same_bits
 from kernels.common import IMPLEMENTATIONS, assert_close, how, pack
 
 from pallas_kernels import UnsupportedError, paged_attention
@@ -15,19 +15,6 @@ from pallas_kernels.paged_attention.config import Config
 # Splits so short that a few hundred keys fill all shares, some of them twice.
 SMALL = Config(queries=16, block=16, split=32, shares=8, groups=(2, 4), num_warps=4, num_stages=2, programs=2)
 SMALL_PROMPT = dataclasses.replace(SMALL, queries=32, shares=4, groups=())
-
-
-DIMS = {
-    "4 of 32": Dims(4, 2, 32),
-    "one head of 8": Dims(1, 1, 8),
-    "6 of 96": Dims(6, 2, 96),
-    "8 of 64": Dims(8, 8, 64),
-    "8 of 192": Dims(8, 1, 192),
-    "16 of 256": Dims(16, 4, 256),
-    "latent 24 and 8": Dims(4, 1, 40, 24),
-    "latent 576": Dims(32, 1, 576, 512),
-    "40 heads": Dims(40, 1, 16),
-}
 
 
 def options_of(implementation, config=SMALL):

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.test_gated_delta_rule import Dims
-from kernels.test_gated_delta_rule_prefill import make_prefill, prefill
+from kernels.delta_rule_claims import Dims
+from kernels.delta_rule_prefill_claims import make_prefill, prefill
 
 from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
 from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import CORES, forms, takes_first

@@ -8,8 +8,9 @@ import depth
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels import test_gated_delta_rule_deferred, test_lowering
+from kernels import lowered_cases
 from kernels.common import skip_if_unavailable
+from kernels.deferred_claims import check_rows_in_every_phase_match_the_oracle
 from kernels.deferred_phases import check_rows_in_every_phase
 from kernels.random_calls import DEFERRED, GENERATORS, Draw, deferred_kind, spoilt
 
@@ -56,7 +57,7 @@ def outcome(op, seed, implementations, lowered):
     options = dict(implementation=draw.one(*named)) if call.implementations else {}
     arrays, run = call.split()
     described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    with test_lowering.on("NVIDIA H200"):
+    with lowered_cases.on("NVIDIA H200"):
         try:
             traced = jax.jit(functools.partial(run, **options)).trace(described)
         except UnsupportedError as error:
@@ -229,8 +230,8 @@ def test_rows_of_random_deferred_states_match_float64(monkeypatch, op, implement
         draw = Draw(seed)
         kind, dims = deferred_kind(draw, op)
         monkeypatch.setitem(DEFERRED[op].DIMS, kind.dims, dims)
-        delta = test_gated_delta_rule_deferred.test_rows_in_every_phase_match_the_oracle
-        run = delta if op == "gated_delta_rule_deferred" else check_rows_in_every_phase
+        of_delta_rule = op == "gated_delta_rule_deferred"
+        run = check_rows_in_every_phase_match_the_oracle if of_delta_rule else check_rows_in_every_phase
         try:
             run(draw.rng, kind, implementation)
         except UnsupportedError:

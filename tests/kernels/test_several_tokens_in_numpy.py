@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels import programs_in_numpy
+from kernels.chains import OF_TOKENS, draw, drawn_clearly, oracle, whole
 from kernels.common import assert_close
-from kernels.test_product_chain import OF_TOKENS, draw, drawn_clearly, oracle, whole
 
 from pallas_kernels.product_chain import _few_tokens
 from pallas_kernels.product_chain._schedule import OWNERS, schedule_of_tokens

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels import test_gated_delta_rule as update_tests
-from kernels import test_gated_delta_rule_prefill as prefill_tests
-from kernels.common import IMPLEMENTATIONS, how, pack
-from kernels.test_gated_delta_rule import DIMS, LAYER, make, mixed_rows, unpack
-from kernels.test_gated_delta_rule_prefill import make_prefill, prefill
+from kernels import delta_rule_claims as update_claims
+from kernels import delta_rule_prefill_claims as prefill_claims
+from kernels.common import IMPLEMENTATIONS, how, mixed_rows, pack
+from kernels.delta_rule_claims import DIMS, LAYER, make, unpack
+from kernels.delta_rule_prefill_claims import make_prefill, prefill
 
 from pallas_kernels import (
     gated_delta_rule_gates,
@@ -38,8 +38,8 @@ def transposed(op):
 
 @pytest.fixture
 def in_layout_kv(monkeypatch):
-    """Lets the tests of the default layout run the ops on pools of layout "KV"."""
-    for module in (update_tests, prefill_tests):
+    """Lets the claims of the default layout run the ops on pools of layout "KV"."""
+    for module in (update_claims, prefill_claims):
         for op in (gated_delta_rule_update, gated_delta_rule_recurrent, gated_delta_rule_prefill):
             if hasattr(module, op.__name__):
                 monkeypatch.setattr(module, op.__name__, transposed(op))
@@ -59,14 +59,14 @@ NUMBERS = [
 @pytest.mark.parametrize("window", [4, pytest.param(1, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype"), NUMBERS)
 def test_update_matches_the_oracle(rng, dims, dtype, state_dtype, window, implementation):
-    update_tests.test_update_matches_the_oracle(rng, dims, dtype, state_dtype, True, window, implementation)
+    update_claims.check_update_matches_the_oracle(rng, dims, dtype, state_dtype, True, window, implementation)
 
 
 @IN_KV
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dims", ["odd", "equal heads"])
 def test_update_with_a_decay_per_key_channel_matches_the_oracle(rng, dims, implementation):
-    update_tests.test_update_with_a_decay_per_key_channel_matches_the_oracle(
+    update_claims.check_update_with_a_decay_per_key_channel_matches_the_oracle(
         rng, dims, jnp.float32, -5.0, implementation
     )
 
@@ -75,7 +75,7 @@ def test_update_with_a_decay_per_key_channel_matches_the_oracle(rng, dims, imple
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kda", [False, True])
 def test_recurrent_matches_the_oracle(rng, kda, implementation):
-    update_tests.test_recurrent_matches_the_oracle(rng, "odd", jnp.float32, kda, 4, implementation)
+    update_claims.check_recurrent_matches_the_oracle(rng, "odd", jnp.float32, kda, 4, implementation)
 
 
 PREFILL = [
@@ -100,14 +100,14 @@ PREFILL = [
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype", "kda", "implementation"), PREFILL)
 def test_prefill_matches_the_oracle(rng, dims, dtype, state_dtype, kda, implementation):
     """Among the rows are empty and fresh ones, one that writes its read block, and checkpoints inside chunks' ends."""
-    prefill_tests.test_prefill_matches_the_oracle(rng, dims, dtype, state_dtype, kda, implementation)
+    prefill_claims.check_prefill_matches_the_oracle(rng, dims, dtype, state_dtype, kda, implementation)
 
 
 @IN_KV
 @pytest.mark.deep
-@pytest.mark.parametrize(("dims", "dtype", "implementation"), update_tests.ALONE)
+@pytest.mark.parametrize(("dims", "dtype", "implementation"), update_claims.ALONE)
 def test_update_of_a_row_depends_on_that_row_alone(rng, dims, dtype, implementation):
-    update_tests.test_update_of_a_row_depends_on_that_row_alone(rng, dims, dtype, implementation)
+    update_claims.check_update_of_a_row_depends_on_that_row_alone(rng, dims, dtype, implementation)
 
 
 @IN_KV
@@ -115,13 +115,13 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, dims, dtype, implementat
 @pytest.mark.parametrize("kda", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 def test_prefill_split_on_the_grid_is_bit_identical(rng, kda, implementation):
-    prefill_tests.test_prefill_split_on_the_grid_is_bit_identical(rng, "grouped", jnp.float32, kda, implementation)
+    prefill_claims.check_prefill_split_on_the_grid_is_bit_identical(rng, "grouped", jnp.float32, kda, implementation)
 
 
 @IN_KV
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 def test_prefill_then_update_continues_one_recurrence(rng, implementation):
-    prefill_tests.test_prefill_then_update_continues_one_recurrence(rng, implementation)
+    prefill_claims.check_prefill_then_update_continues_one_recurrence(rng, implementation)
 
 
 def assert_same(got, wanted):
@@ -158,7 +158,7 @@ def test_both_layouts_prefill_to_the_same_bits(rng, implementation, kda, monkeyp
         inputs, pool, lengths, [0, 5, 0], [3, 4, 0], [3, 6, 7], checkpoints, padded=False, **how(implementation)
     )
     wanted = run()
-    monkeypatch.setattr(prefill_tests, "gated_delta_rule_prefill", transposed(gated_delta_rule_prefill))
+    monkeypatch.setattr(prefill_claims, "gated_delta_rule_prefill", transposed(gated_delta_rule_prefill))
     assert_same(run(), wanted)
 
 
@@ -185,7 +185,7 @@ def test_a_pool_of_the_other_layout_is_refused(rng):
 @pytest.mark.large_pool
 @pytest.mark.usefixtures("in_layout_kv")
 def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
-    dims, blocks = update_tests.Dims(4, 8, 128, 128), 16500
+    dims, blocks = update_claims.Dims(4, 8, 128, 128), 16500
     qkv, a, b, A_log, dt_bias, small = make(rng, [1], dims, extra_tokens=0)
     last = blocks - 1
     wrapped = last - 2**31 // (8 * 128 * 128)

@@ -5,8 +5,8 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels import test_gated_delta_rule as of_delta_rule
-from kernels import test_selective_state_update as of_state_space
+from kernels import delta_rule_claims as of_delta_rule
+from kernels import state_space_rows as of_state_space
 from kernels.common import assert_untouched, mixed_rows, pack
 from kernels.threads_in_numpy import Ref, Threads, fake, install
 from oracles.ops import gates

@@ -1,34 +1,22 @@
 """causal_conv1d with windows [channels, window], layout "DS": the claims for [window, channels], and the same bits."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels import test_causal_conv1d as plain
+from kernels import conv_claims as plain
 from kernels.common import IMPLEMENTATIONS, how, pack
-from kernels.test_lowering import on
+from kernels.conv_claims import transposed
+from kernels.lowered_cases import on
 
 from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update
 
 OPS = [causal_conv1d_update, causal_conv1d_prefill]
 
 
-def transposed(op):
-    """Returns `op` on pools of layout "DS". It takes and returns pools of layout "SD"."""
-
-    @functools.wraps(op)
-    def run(x, pool, *arguments, **options):
-        y, pool = op(x, pool.swapaxes(2, 3), *arguments, layout="DS", **options)
-        return y, pool.swapaxes(2, 3)
-
-    return run
-
-
 @pytest.fixture(autouse=True)
 def _in_layout_ds(monkeypatch):
-    """Lets the tests of `test_causal_conv1d` run the ops on pools of layout "DS"."""
+    """Lets the claims of `conv_claims` run the ops on pools of layout "DS"."""
     for op in OPS:
         monkeypatch.setattr(plain, op.__name__, transposed(op))
 
@@ -40,14 +28,14 @@ WINDOWS = [(4, 3, True, "silu"), (2, 0, False, None), (5, 2, True, None)]
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("width", "K", "bias", "activation"), WINDOWS)
 def test_update_matches_the_oracle(rng, width, K, bias, activation, dtype, implementation):
-    plain.test_update_matches_the_oracle(rng, width, K, bias, activation, dtype, implementation)
+    plain.check_update_matches_the_oracle(rng, width, K, bias, activation, dtype, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("width", "K", "bias", "activation"), WINDOWS)
 def test_prefill_matches_the_oracle(rng, width, K, bias, activation, dtype, implementation):
-    plain.test_prefill_matches_the_oracle(rng, width, K, bias, activation, dtype, implementation)
+    plain.check_prefill_matches_the_oracle(rng, width, K, bias, activation, dtype, implementation)
 
 
 GPU = [pytest.param("triton", marks=pytest.mark.gpu)]
@@ -56,20 +44,20 @@ GPU = [pytest.param("triton", marks=pytest.mark.gpu)]
 @pytest.mark.deep
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 def test_a_row_depends_on_that_row_alone(rng, implementation):
-    plain.test_update_of_a_row_depends_on_that_row_alone(rng, implementation)
-    plain.test_prefill_of_a_row_depends_on_that_row_alone(rng, implementation)
+    plain.check_update_of_a_row_depends_on_that_row_alone(rng, implementation)
+    plain.check_prefill_of_a_row_depends_on_that_row_alone(rng, implementation)
 
 
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 def test_prefill_split_anywhere_is_bit_identical(rng, implementation):
-    plain.test_prefill_split_anywhere_is_bit_identical(rng, implementation)
-    plain.test_a_prefill_chunk_may_follow_a_verify_step(rng, implementation)
+    plain.check_prefill_split_anywhere_is_bit_identical(rng, implementation)
+    plain.check_a_prefill_chunk_may_follow_a_verify_step(rng, implementation)
 
 
 @pytest.mark.parametrize("implementation", [pytest.param("interpret", marks=pytest.mark.deep), *GPU])
 def test_every_config_computes_the_same_bits(rng, implementation):
-    plain.test_every_config_computes_the_same_bits(rng, implementation)
-    plain.test_every_prefill_config_computes_the_same_bits(rng, implementation)
+    plain.check_every_config_computes_the_same_bits(rng, implementation)
+    plain.check_every_prefill_config_computes_the_same_bits(rng, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes.one_device import on_one_device
 from flax import nnx
-from layers.test_exchange import on_one_device
 
 import mamba_align_jax as ma
 from mamba_align_jax.layers import chain as module

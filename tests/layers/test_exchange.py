@@ -3,23 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from fakes.one_device import on_one_device
 
 from mamba_align_jax.layers.exchange import Exchange, Partial
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual, total
 from mamba_align_jax.sharding import AXIS
-from pallas_kernels import Mailboxes
-
-
-def on_one_device(function, *arguments):
-    """Runs a function of mailboxes and arrays inside a `shard_map` of one device."""
-    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
-    boxes = Mailboxes.create(mesh, AXIS, 4096)
-    specs = boxes.partition(), *[P()] * len(arguments)
-    run = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    return jax.jit(run)(boxes, *arguments)
 
 
 def test_a_part_crosses_jit_with_its_axis(rng):

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 import pytest
 from fakes import weights
-from fakes.driver import DATA, Driver, every_split
+from fakes.driver import DATA, Driver, close, every_split
 from flax import nnx
-from models.test_reference import close
 from oracles import models as oracles
 from safetensors.numpy import load_file, save_file
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.test_lowering import on
+from kernels.lowered_cases import on
 from oracles.ops import mixture_of_experts as oracle
 
 from mamba_align_jax.layers import moe

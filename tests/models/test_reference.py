@@ -6,7 +6,7 @@ A model under test is a folder of tests/data with a `reference.npz`.
 import jax
 import numpy as np
 import pytest
-from fakes.driver import ATOL, DATA, PAGE_SIZE, Driver, every_split
+from fakes.driver import DATA, PAGE_SIZE, Driver, close, every_split
 from oracles import models as oracles
 
 from mamba_align_jax.models import load_model
@@ -32,10 +32,6 @@ def model(name):
 @pytest.fixture(scope="module")
 def reference(name):
     return oracles.reference(DATA / name)
-
-
-def close(got, wanted):
-    np.testing.assert_allclose(got, wanted, atol=ATOL, rtol=0)
 
 
 def check_states(driver, model, slot, reference):

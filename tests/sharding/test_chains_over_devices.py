@@ -5,15 +5,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from fakes.chained_models import CONFIG, H200_CORES, TO_FIRST, TO_HEAD, check_log_probabilities, without_convolution
 from jax.sharding import Mesh
-from models.test_chained_decoding import (
-    CONFIG,
-    H200_CORES,
-    TO_FIRST,
-    TO_HEAD,
-    check_log_probabilities,
-    without_convolution,
-)
 
 from benchmarks.random_model import random_model
 from mamba_align_jax import Engine, EngineConfig

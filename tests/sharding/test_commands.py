@@ -14,9 +14,9 @@ import depth
 import jax
 import numpy as np
 import pytest
-from failures.test_interrupts import Calls
-from failures.test_owners import DRAFTS, FULL, SIZES, SPELLER
 from fakes.letters import Letters
+from fakes.raising import Calls
+from fakes.spelling_engine import DRAFTS, FULL, SIZES, SPELLER
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
 from mamba_align_jax.engine.device.runner import StepRunner
