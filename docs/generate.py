@@ -14,7 +14,8 @@ from docs.figures import models, serving, step
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("own_step", "results", "scaling", "serving")))
+_PAGES = ("kernels", "own_step", "results", "scaling", "serving")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _PAGES))
 _PART = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -56,6 +57,43 @@ def _headlines() -> str:
 """
 
 
+# Calls that a user of the ops makes: what it is, and its row in benchmarks/results.
+_COSTS = (
+    ("copy of the states and windows of 30 layers, 8 rows", "kernels", dict(case="state_copy 8")),
+    ("the same call with nothing to copy", "kernels", dict(case="state_copy idle 64")),
+    ("convolution, 64 decode rows", "kernels", dict(case="conv_update 64")),
+    ("gated delta net, 64 decode rows", "kernels", dict(case="gdn_decode float32 64")),
+    ("the same with bfloat16 states", "kernels", dict(case="gdn_decode bfloat16 64")),
+    ("gated delta net, 64 verify rows of 3 tokens", "kernels", dict(case="gdn_verify float32 64")),
+    ("Kimi delta attention, 64 decode rows", "kernels", dict(case="kda_decode float32 64")),
+    ("Mamba-2, 64 decode rows", "kernels", dict(case="mamba2_update float32 64")),
+    ("Mamba-1, 256 decode rows", "kernels", dict(case="mamba1_update float32 256")),
+    (
+        "deferred gated delta net, 64 rows of 4 tokens",
+        "deferred",
+        dict(case="gdn 64x4 float32", candidate="mosaic_gpu"),
+    ),
+    ("deferred Mamba-2, 64 rows of 4 tokens", "deferred", dict(case="mamba2 64x4 float32", candidate="mosaic_gpu")),
+    ("gated delta net, prompt of 8192", "prefill", dict(case="gdn_prefill 1x8192")),
+    ("Kimi delta attention, prompt of 8192", "prefill", dict(case="kda_prefill 1x8192")),
+    ("Mamba-2, prompt of 8192", "prefill", dict(case="ssd_prefill 1x8192")),
+    ("Mamba-1, four prompts of 2048", "prefill", dict(case="selective_scan 4x2048")),
+    ("attention, 16 decode rows of 4096", "attention", dict(case="attention decode 16x4096", candidate="triton")),
+    ("attention, prompt of 4096", "attention", dict(case="attention prompt 4096", candidate="mosaic_gpu")),
+    ("product of gate and up, 16 tokens", "linear", dict(case="gate up 16", candidate="triton")),
+    ("sum over 2 devices and norm, 16 tokens", "all_reduce", dict(case="all_reduce_rms_norm 16", candidate="triton")),
+)
+
+
+def _costs() -> str:
+    """A table of what a call of each op takes, of the newest rows."""
+    lines = ["| call | time | GPU |", "|---|---|---|"]
+    for what, file, wanted in _COSTS:
+        row = _newest(file, **wanted)
+        lines.append(f"| {what} | {row['us']:.1f} us | {gpu(row)} |")
+    return "\n".join(lines)
+
+
 def _code(file: str, *names: str) -> str:
     """Assignments, functions and classes of an example, as they stand there, by their names."""
     source = (ROOT / file).read_text()
@@ -75,10 +113,11 @@ def _lines(source: str, first: int, last: int | None) -> str:
 
 
 def part(name: str) -> str:
-    """The generated text of one part of a page: "headlines", "machines FILE", "table FILE NAME", "code FILE NAMES"."""
+    """The text of a generated part: "headlines", "costs", "machines FILE", "table FILE NAME" or "code FILE NAMES"."""
     kind, *rest = name.split()
     kinds: dict[str, Callable[..., str]] = {
         "headlines": _headlines,
+        "costs": _costs,
         "code": _code,
         "machines": lambda file: machines(rows(file)),
         "table": lambda file, *words: tables(rows(file))[" ".join(words)],

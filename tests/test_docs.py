@@ -14,7 +14,8 @@ from docs import generate
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+NOTES = sorted((ROOT / "pallas_kernels").rglob("NOTES.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *NOTES]
 API = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
 
 # Modules that hold no names for users: the programs, and the insides of the ops.
