@@ -47,8 +47,9 @@ _HYBRID = dict(layer_types=[*["linear_attention"] * 3, "full_attention"], num_at
 _DELTA = _HYBRID | dict(head_dim=256, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=128)
 _DELTA |= dict(linear_value_head_dim=128)
 _EXPERTS = dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=512, shared_expert_intermediate_size=512)
-_LATENT = dict(_HYBRID, linear_num_heads=8, linear_head_dim=128, kv_lora_rank=512, qk_nope_head_dim=128)
-_LATENT |= dict(qk_rope_head_dim=64, v_head_dim=128, num_experts=16, num_experts_per_token=4, moe_intermediate_size=512)
+_LATENT = dict(_HYBRID, num_key_value_heads=8, linear_num_heads=8, linear_head_dim=128, kv_lora_rank=512)
+_LATENT |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_LATENT |= dict(num_experts=16, num_experts_per_token=4, moe_intermediate_size=512)
 _ATTENTION = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
 _MAMBA2 = dict(mamba_n_heads=32, mamba_d_head=64, mamba_n_groups=1)
 _NEMOTRON = dict(
@@ -64,7 +65,7 @@ MODELS: dict[str, Row] = {
     "qwen3_next": _DELTA | _EXPERTS,
     "olmo_hybrid": _DELTA | dict(head_dim=128, linear_key_head_dim=96, linear_value_head_dim=192),
     "kimi_linear": _LATENT,
-    "bailing_hybrid": _LATENT | dict(num_expert_group=4, topk_group=2),
+    "bailing_hybrid": _LATENT | dict(num_expert_group=4, topk_group=2, short_conv_kernel_size=4),
     "mamba": {},
     "falcon_mamba": {},
     "mamba2": dict(num_heads=32, n_groups=1),
