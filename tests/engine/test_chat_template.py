@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("jinja2")
 
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine.text.chat_template import ChatTemplate, load_chat_template
 from mamba_align_jax.engine.text import chat_template
+from mamba_align_jax.engine.text.chat_template import ChatTemplate, load_chat_template
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
