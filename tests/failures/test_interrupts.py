@@ -44,7 +44,7 @@ def test_interrupt_at_any_line_loses_nothing(stepping):
             places.add(interrupt.place)
             assert calls.prompts.keys() == before
         assert not engine._turns._lock._is_owned()
-        assert not engine._turns._gate.locked()
+        assert not engine._turns._gate._is_owned()
         engine.cache.check()
         calls.drain()
         calls.check()
