@@ -1,7 +1,7 @@
 """Programs set JAX as they like: ops, an engine and the README's step compute the same under each setting.
 
-Each setting has a process of its own, `under_settings.py`. One with JAX's defaults says what is right. Bits are equal, except
-those of log-probabilities: sums over the vocabulary, which XLA may add in another order.
+Each setting has a process of its own, `under_settings.py`. One with JAX's defaults says what is right. Bits are equal,
+except those of log-probabilities: sums over the vocabulary, which XLA may add in another order.
 """
 
 import functools

@@ -25,6 +25,8 @@ class Turns:
         self._owner, self._is_helper, self._process = owner, is_helper, os.getpid()
         # They know which thread holds them.
         self._gate, self._lock = threading.RLock(), threading.RLock()
+        # A context that only releases the lock, without a line of Python.
+        self._releasing = type("Releasing", (), {"__enter__": int, "__exit__": self._lock.__exit__})()
 
     def take(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Waits for the thread's turn, and calls a function. No other thread is in `take` meanwhile.
@@ -43,21 +45,16 @@ class Turns:
             raise RuntimeError(f"{self._owner} was called by a function that it is calling itself")
         try:
             return self._take(function, *args, **kwargs)
-        finally:
-            # Under a tracer, as that of a debugger, an interrupt may come at any instruction, also while `_take` ends.
+        except BaseException:
+            # Under a tracer, as that of a debugger, an interrupt may come at any instruction, also between the two locks.
             for lock in (self._gate, self._lock):
                 if lock._is_owned():  # type: ignore[attr-defined]
                     lock.release()
+            raise
 
+    # No line comes after the function has returned. An interrupt there would lose what it returned.
+    # fmt: off
     def _take(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        # Python looks for signals after a call and at the beginning of a function. So none comes between the end of the
-        # function and `release`. The lock is taken within the `try`, so that none comes between the two.
-        try:
-            with self._gate:
-                self._lock.acquire()
-            return function(*args, **kwargs)
-        finally:
-            try:  # noqa: SIM105
-                self._lock.release()
-            except RuntimeError:
-                pass  # An interrupt came before the lock was taken.
+        with self._gate: self._lock.acquire()  # noqa: E701
+        with self._releasing: return function(*args, **kwargs)  # noqa: E701
+    # fmt: on

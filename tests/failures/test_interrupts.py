@@ -70,7 +70,7 @@ def test_every_line_of_the_short_calls_may_be_interrupted():
                 break
 
 
-@pytest.mark.parametrize("file", ["updates", "results", "request"])
+@pytest.mark.parametrize("file", ["running/updates", "running/results", "scheduling/request"])
 def test_every_line_that_makes_an_update_may_be_interrupted(file):
     """A request has tokens that were shown and tokens that were not when the interrupt comes."""
     engine = Engine(SPELLER, EngineConfig(**SIZES), tokenizer=Letters())
