@@ -1,6 +1,6 @@
 """Whether kernels of Mosaic GPU can be built. It is asked before anything of Mosaic GPU is imported.
 
-An op imports its kernels, and with them `_pallas_mosaic`, where `unavailable` has found nothing in the way. Mosaic GPU may
+An op imports its kernels, and with them `hopper`, where `unavailable` has found nothing in the way. Mosaic GPU may
 need packages that are not installed with JAX (in JAX 0.10 absl), and takes time to import.
 """
 
@@ -42,7 +42,7 @@ def unavailable(implementation: str | None, config: Any, interpret: bool) -> str
         if found != HOPPER:
             return f"the kernels need a GPU of compute capability {HOPPER}, got {found}"
     try:
-        importlib.import_module("pallas_kernels._pallas_mosaic")
+        importlib.import_module("pallas_kernels.hopper")
     except (ImportError, AttributeError) as error:
         reason = f"JAX's Mosaic GPU cannot be imported: {error}"
         if implementation is None:

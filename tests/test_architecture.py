@@ -319,3 +319,53 @@ def test_a_forbidden_import_is_seen():
         if room_of(module) == "mamba_align_jax.models"
         for name, _ in imports_of(module)
     }
+
+
+# Only these may name MLIR or write PTX: the language of Hopper kernels, and the gateway of Triton kernels with its own PTX.
+GATEWAYS = ("pallas_kernels/hopper/", "pallas_kernels/_pallas_triton.py", "pallas_kernels/all_reduce/_ptx.py")
+MLIR = re.compile(r"(^|\.)(mlir|mosaic|mosaic_gpu|triton)(\.|$)|^jaxlib\.mlir|^jax\._src(\.|$)")
+PTX = re.compile(
+    r"\b(ld|st|mov|setp|red|atom|shfl|bar|redux|mma|ldmatrix|stmatrix|ex2|rcp)\.[a-z0-9.:]+|%tid|inline_asm"
+)
+
+
+def strings_and_names(tree):
+    """The texts in a module that are no docstrings, and the names of attributes."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+
+
+def mlir_and_ptx_in(text):
+    """The modules of MLIR, Mosaic GPU and Triton that a module's text imports, and its instructions of PTX."""
+    tree = ast.parse(text)
+    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            imported += [f"{node.module}.{alias.name}" for alias in node.names]
+    outside = [name for name in imported if not name.startswith(CODE) and MLIR.search(name)]
+    return outside + [text for text in strings_and_names(tree) if PTX.search(text) or text == "_registers"]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(("pallas_kernels", "mamba_align_jax"))])
+def test_only_the_gateways_name_mlir_or_write_ptx(module):
+    path = str(MODULES[module].relative_to(ROOT))
+    if not path.startswith(GATEWAYS):
+        assert not mlir_and_ptx_in(MODULES[module].read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from jax.extend.mlir.dialects import arith",
+        "def late():\n    from jax.experimental.pallas import mosaic_gpu",
+        "import jaxlib.mlir.ir",
+        "text = 'mov.u32 $0, %tid.x;'",
+        "x.registers = array._registers",
+    ],
+)
+def test_mlir_and_ptx_are_seen(text):
+    assert mlir_and_ptx_in(text)

@@ -1,9 +1,8 @@
-"""The gates of a head as arithmetic of single threads, for `pm.inline`. They are those of `gates` in xla.py."""
+"""The gates of a head as arithmetic of single threads, for `hp.inline`. They are those of `gates` in xla.py."""
 
 from typing import Any, NamedTuple
 
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, math
+from pallas_kernels import hopper as hp
 
 
 class Gate(NamedTuple):
@@ -16,16 +15,16 @@ class Gate(NamedTuple):
 
     def log_decay(self, raw: Any, rate: Any, bias: Any) -> Any:
         """Returns the log decay of a token, given its raw projection, `A_log` and `dt_bias`, all in float32."""
-        raw, rate = arith.addf(raw, bias), math.exp(rate)
+        raw, rate = raw + bias, hp.exp(rate)
         if self.lower_bound is None:
-            return arith.negf(arith.mulf(rate, code.softplus(raw)))
-        return arith.mulf(code.number(self.lower_bound), _sigmoid(arith.mulf(rate, raw)))
+            return -(rate * hp.softplus(raw))
+        return hp.f32(self.lower_bound) * _sigmoid(rate * raw)
 
     def beta(self, raw: Any) -> Any:
         """Returns the strength of a token's correction, given its raw projection in float32."""
-        return arith.mulf(_sigmoid(raw), code.number(2.0 if self.allow_neg_eigval else 1.0))
+        return _sigmoid(raw) * (2.0 if self.allow_neg_eigval else 1.0)
 
 
 def _sigmoid(x: Any) -> Any:
     """Returns 1 / (1 + exp(-x))."""
-    return arith.divf(code.number(1.0), arith.addf(code.number(1.0), math.exp(arith.negf(x))))
+    return hp.f32(1.0) / (hp.f32(1.0) + hp.exp(-x))

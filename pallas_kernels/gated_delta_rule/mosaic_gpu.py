@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _state_warps
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, ir, math
-from pallas_kernels._state_warps import State, Warp
+from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
+from pallas_kernels.hopper import state_warps
+from pallas_kernels.hopper.state_warps import State, Warp
 
 
 def unsupported(inputs: Sequence[jax.Array], pool: jax.Array, layout: StateLayout) -> str | None:
@@ -26,7 +25,7 @@ def unsupported(inputs: Sequence[jax.Array], pool: jax.Array, layout: StateLayou
     a = inputs[1]
     if a.ndim != 2:
         return f"a must have a decay per head [tokens, value_heads], got {list(a.shape)}"
-    return _state_warps.unsupported(pool, *inputs)
+    return state_warps.unsupported(pool, *inputs)
 
 
 class _DeltaRule:
@@ -34,40 +33,40 @@ class _DeltaRule:
 
     def __init__(self, refs: Any, warp: Warp, gate: Gate) -> None:
         self.refs, self.warp, self.gate, self.head = refs, warp, gate, warp.place.head
-        _, _, heads, value_dim, key_dim = ir.MemRefType(warp.pool.type).shape
-        key_channels = (ir.MemRefType(refs.qkv.type).shape[1] - heads * value_dim) // 2
-        key_head = arith.divui(self.head, pm.constant(heads // (key_channels // key_dim)))
-        query = code.total(code.scaled(key_head, key_dim), warp.column)
-        value = code.total(pm.constant(2 * key_channels), code.scaled(self.head, value_dim), warp.own_row)
-        self.channels = query, code.total(query, pm.constant(key_channels)), value
-        self.rate, self.bias = (code.load_number(ref, self.head) for ref in (refs.A_log, refs.dt_bias))
+        _, _, heads, value_dim, key_dim = warp.pool.shape
+        key_channels = (refs.qkv.shape[1] - heads * value_dim) // 2
+        key_head = self.head // (heads // (key_channels // key_dim))
+        query = key_head * key_dim + warp.column
+        value = hp.add(hp.i32(2 * key_channels), self.head * value_dim, warp.own_row)
+        self.channels = query, query + key_channels, value
+        self.rate, self.bias = (ref[self.head].astype(jnp.float32) for ref in (refs.A_log, refs.dt_bias))
 
     def take(self, token: Any) -> list[Any]:
         """Loads the lane's part of the query and the key, the value of its own state row, and the gates."""
         *of_keys, of_value = self.channels
         vectors = [self.warp.load_columns(self.refs.qkv, token, channel) for channel in of_keys]
-        gates = [code.load_number(ref, token, self.head) for ref in (self.refs.a, self.refs.b)]
-        return [*vectors, code.load_number(self.refs.qkv, token, of_value), *gates]
+        gates = [ref[token, self.head].astype(jnp.float32) for ref in (self.refs.a, self.refs.b)]
+        return [*vectors, self.refs.qkv[token, of_value].astype(jnp.float32), *gates]
 
     def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
         """Advances the state by one token, and returns the output of the lane's own state row."""
         query, key, value, raw, beta = inputs
-        query, key, query_of_key = self.scale(*(code.parts(code.wide(x)) for x in (query, key)))
-        decay = math.exp(self.gate.log_decay(raw, self.rate, self.bias))
-        known, answer = (self.warp.times(state, [arith.mulf(decay, x) for x in each]) for each in (key, query))
-        correction = arith.mulf(self.gate.beta(beta), arith.subf(value, known))
+        query, key, query_of_key = self.scale(*(hp.unpack(x.astype(jnp.float32)) for x in (query, key)))
+        decay = hp.exp(self.gate.log_decay(raw, self.rate, self.bias))
+        known, answer = (self.warp.times(state, [decay * x for x in each]) for each in (key, query))
+        correction = self.gate.beta(beta) * (value - known)
         for part, factor in zip(state, self.warp.of_each_load(correction), strict=True):
-            keep([math.fma(factor, k, arith.mulf(decay, x)) for k, x in zip(key, part, strict=True)])
-        return math.fma(correction, query_of_key, answer)
+            keep([hp.fma(factor, k, decay * x) for k, x in zip(key, part, strict=True)])
+        return hp.fma(correction, query_of_key, answer)
 
     def scale(self, query: list[Any], key: list[Any]) -> tuple[list[Any], list[Any], Any]:
         """Returns the lane's part of the query and the key, normalised and scaled, and the product of all of both."""
-        of_query, of_key = code.number(self.gate.scale), code.number(1.0)
+        of_query, of_key = hp.f32(self.gate.scale), hp.f32(1.0)
         if self.gate.use_qk_l2norm:
             squares = [self.warp.whole_product(x, x) for x in (query, key)]
-            norms = [math.rsqrt(arith.addf(x, code.number(L2_EPSILON))) for x in squares]
-            of_query, of_key = arith.mulf(norms[0], of_query), norms[1]
-        query, key = ([arith.mulf(f, x) for x in each] for f, each in ((of_query, query), (of_key, key)))
+            norms = [hp.rsqrt(x + L2_EPSILON) for x in squares]
+            of_query, of_key = norms[0] * of_query, norms[1]
+        query, key = ([f * x for x in each] for f, each in ((of_query, query), (of_key, key)))
         return query, key, self.warp.whole_product(query, key)
 
 
@@ -91,7 +90,7 @@ def gated_delta_rule_update(
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel. See api.py."""
     gate = Gate(lower_bound, allow_neg_eigval, scale, use_qk_l2norm)
-    return _state_warps.advance_states(
+    return state_warps.advance_states(
         "gated_delta_rule_update",
         lambda refs, warp: _DeltaRule(refs, warp, gate),
         dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias),

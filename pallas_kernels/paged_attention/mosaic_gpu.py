@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._mosaic_tokens import keep_rows, store_rows
+from pallas_kernels import hopper as hp
+from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
 from pallas_kernels.paged_attention._merge import LOW, merge
 from pallas_kernels.paged_attention._shares import PROMPT_SHARES, ceil
 from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
@@ -66,19 +66,19 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
     """
     refs = SimpleNamespace(**(dict(gates=None) | dict(zip(names, arrays, strict=True))))
     query_rows, query_tiles = refs.queries
-    program = pm.axis_index("program")
+    program = hp.axis_index("program")
     # The last tiles of a prompt see the most keys. They go first.
-    number = refs.length.shape[0] - 1 - pm.axis_index("tile")
+    number = refs.length.shape[0] - 1 - hp.axis_index("tile")
     page_size, kv_heads, dim = refs.keys.shape[2:]
     block, parts = _block(dim), range(dim // _PART)
-    first_head = pm.axis_index("heads") * heads_of_tile
+    first_head = hp.axis_index("heads") * heads_of_tile
     kv_head = jax.lax.div(first_head, jnp.int32(refs.q.shape[1] // kv_heads))
     start, length, first, row_end = refs.start[number], refs.length[number], refs.position[number], refs.row_end[number]
     layer, table = refs.layer[0], refs.table[number]
     seen = first + length  # the keys that the tile's last token sees
     used = PROMPT_SHARES.used(seen)
     turns = jnp.where(length > 0, jax.lax.div(jnp.maximum(used - program, 0) + (programs - 1), jnp.int32(programs)), 0)
-    dims = lambda n: pm.slice_of(n * _PART, _PART)
+    dims = lambda n: hp.ds(n * _PART, _PART)
 
     def share_of(turn):
         """The share of a turn. Share 0 comes last, because results take the queries' place in shared memory."""
@@ -95,49 +95,49 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
 
     def fetch():
         """Fetches the queries, and the blocks of keys and values in the order of `attend`."""
-        pm.set_max_registers(40, action="decrease")
+        hp.set_max_registers(40, action="decrease")
         copied = min(page_size, block)  # the keys of a copy, which lie in one page
         copies = range(block // copied)
 
         def place_of(position):
             """The page and the place of a block's keys from `position` on. Only pages that the row has are looked up."""
             page = refs.page_table[table, jax.lax.div(jnp.minimum(position, row_end - 1), jnp.int32(page_size))]
-            return page, pm.multiple_of(jax.lax.rem(position, jnp.int32(page_size)), 8)
+            return page, hp.multiple_of(jax.lax.rem(position, jnp.int32(page_size)), 8)
 
         def copy(pool, places, target, full):
             for n, (page, place) in zip(copies, places, strict=True):
-                source = pool.at[layer, page, pm.slice_of(place, copied), kv_head]
-                pm.copy_in(source, target.at[pm.slice_of(n * copied, copied)], full)
+                source = pool.at[layer, page, hp.ds(place, copied), kv_head]
+                hp.copy_gmem_to_smem(source, target.at[hp.ds(n * copied, copied)], full)
 
         def one(share, n, step):
             begin, at = PROMPT_SHARES.begin_of(share, n, block), stage(step)
             places = [place_of(begin + n * copied) for n in copies]
-            pm.when(step >= _STAGES)(lambda: pm.wait(refs.keys_free.at[at]))
+            hp.when(step >= _STAGES)(lambda: hp.barrier_wait(refs.keys_free.at[at]))
             copy(refs.keys, places, refs.key_tiles.at[at], refs.keys_full.at[at])
-            pm.when(step >= _STAGES)(lambda: pm.wait(refs.values_free.at[at]))
+            hp.when(step >= _STAGES)(lambda: hp.barrier_wait(refs.values_free.at[at]))
             target, is_end = refs.value_tiles.at[at], begin + block > row_end
-            pm.when(~is_end)(lambda: copy(refs.values, places, target, refs.values_full.at[at]))
+            hp.when(~is_end)(lambda: copy(refs.values, places, target, refs.values_full.at[at]))
 
-            @pm.when(is_end)
+            @hp.when(is_end)
             def _():
                 # A weight of 0 does not hide a value that is NaN.
                 copy(refs.values, places, target, refs.values_arrived)
-                pm.wait(refs.values_arrived)
+                hp.barrier_wait(refs.values_arrived)
                 for part in parts:
                     keep_rows(target.at[:, dims(part)], row_end - begin)
-                pm.commit()
+                hp.commit_smem()
                 for _ in copies:
-                    pm.arrive(refs.values_full.at[at])
+                    hp.barrier_arrive(refs.values_full.at[at])
 
             return step + 1
 
-        @pm.when(turns > 0)
+        @hp.when(turns > 0)
         def _():
             for warpgroup in range(2):
                 token, head = queries_of(warpgroup)
                 for n in parts:
-                    source = refs.q.at[pm.slice_of(token, _QUERIES), head, dims(n)]
-                    pm.copy_in(source, query_rows.at[warpgroup, n], refs.queries_full)
+                    source = refs.q.at[hp.ds(token, _QUERIES), head, dims(n)]
+                    hp.copy_gmem_to_smem(source, query_rows.at[warpgroup, n], refs.queries_full)
 
         def one_share(turn, step):
             share = share_of(turn)
@@ -147,48 +147,48 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
         steps = jax.lax.fori_loop(0, turns, one_share, jnp.int32(0))
 
         # A barrier has one phase bit, so each of its completions must be waited for.
-        @pm.loop(jnp.maximum(steps - _STAGES, 0), steps)
+        @hp.loop(jnp.maximum(steps - _STAGES, 0), steps)
         def _(step):
-            pm.wait(refs.keys_free.at[stage(step)])
-            pm.wait(refs.values_free.at[stage(step)])
+            hp.barrier_wait(refs.keys_free.at[stage(step)])
+            hp.barrier_wait(refs.values_free.at[stage(step)])
 
     def attend():
-        pm.set_max_registers(232, action="increase")
-        warpgroup = pm.axis_index(pm.WARPGROUP)
+        hp.set_max_registers(232, action="increase")
+        warpgroup = hp.axis_index(hp.WARPGROUP)
         token, head = queries_of(warpgroup)
         position = first + (token - start)  # of the first query
         own = jnp.clip(length - (token - start), 0, _QUERIES)
         shape = _QUERIES, block
 
         def take_turns():
-            pm.arrive(refs.turn)
-            pm.wait(refs.turn)
+            hp.barrier_arrive(refs.turn)
+            hp.barrier_wait(refs.turn)
 
         def advance(is_masked, share, n, carry):
             step, top, total, sums = carry
             at = stage(step)
-            pm.wait(refs.keys_full.at[at])
+            hp.barrier_wait(refs.keys_full.at[at])
             pairs = [(query_tiles.at[warpgroup, p], refs.key_tiles.at[at, :, dims(p)].T) for p in parts]
-            (scores,) = pm.multiply_all(shape, [pairs], take_turns)
-            pm.arrive(refs.keys_free.at[at])
+            (scores,) = hp.multiply_all(shape, [pairs], take_turns)
+            hp.barrier_arrive(refs.keys_free.at[at])
             if is_masked:
                 ahead = PROMPT_SHARES.begin_of(share, n, block) - position  # of the first key before the first query
-                visible = pm.columns(shape) - pm.rows(shape) <= -ahead
+                visible = hp.columns(shape) - hp.rows(shape) <= -ahead
                 scores = jnp.where(visible, scores, -jnp.inf)
             factor = scale * math.log2(math.e)
             new_top = jnp.maximum(top, scores.max(axis=1) * factor)
             decay = jnp.exp2(top - new_top)
-            weights = jnp.exp2(scores * factor - pm.along_rows(new_top, block))
-            sums = pm.scale_rows(sums, decay)  # which seldom changes them: the further back, the rarer is a new top
+            weights = jnp.exp2(scores * factor - hp.along_rows(new_top, block))
+            sums = hp.scale_rows(sums, decay)  # which seldom changes them: the further back, the rarer is a new top
             narrow = weights.astype(refs.q.dtype)
-            sums, narrow, new_top, weights, decay = pm.computed((sums, narrow, new_top, weights, decay))
-            pm.arrive(refs.turn)
-            pm.wait(refs.values_full.at[at])
-            pm.wait(refs.turn)
+            sums, narrow, new_top, weights, decay = hp.optimization_barrier((sums, narrow, new_top, weights, decay))
+            hp.barrier_arrive(refs.turn)
+            hp.barrier_wait(refs.values_full.at[at])
+            hp.barrier_wait(refs.turn)
             # The tensor cores work on the other warpgroup's products meanwhile.
             total = total * decay + weights.sum(axis=1)
-            sums = pm.accumulate(sums, narrow, refs.value_tiles.at[at])
-            pm.arrive(refs.values_free.at[at])
+            sums = hp.accumulate(sums, narrow, refs.value_tiles.at[at])
+            hp.barrier_arrive(refs.values_free.at[at])
             return step + 1, new_top, total, sums
 
         def one_share(turn, step):
@@ -197,62 +197,60 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
             # Every token of the tile sees all keys of the first blocks.
             plain = PROMPT_SHARES.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block)
             plain = jnp.minimum(plain, count)
-            top = pm.zeros_per_row(_QUERIES, jnp.float32) + LOW
-            carry = step, top, pm.zeros_per_row(_QUERIES, jnp.float32), pm.zeros((_QUERIES, dim), jnp.float32)
+            top = hp.zeros_per_row(_QUERIES, jnp.float32) + LOW
+            carry = step, top, hp.zeros_per_row(_QUERIES, jnp.float32), hp.zeros((_QUERIES, dim), jnp.float32)
             carry = jax.lax.fori_loop(0, plain, functools.partial(advance, False, share), carry)
             step, top, total, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True, share), carry)
 
-            @pm.when(seen > PROMPT_SHARES.split)
+            @hp.when(seen > PROMPT_SHARES.split)
             def _():
                 place = number * (2 * _QUERIES // heads_of_tile) + (token - start)
                 refs.tops_tile[warpgroup] = top
                 refs.totals_tile[warpgroup] = total
-                pm.commit()
-                here = pm.slice_of(place, _QUERIES)
-                pm.copy_out(refs.tops_tile.at[warpgroup], refs.tops.at[share, head, here])
-                pm.copy_out(refs.totals_tile.at[warpgroup], refs.totals.at[share, head, here])
-                pm.store_directly(refs.sums.at[share, here, head], sums)
-                pm.wait_for_copies_out(0, wait_read_only=True)
+                hp.commit_smem()
+                here = hp.ds(place, _QUERIES)
+                hp.copy_smem_to_gmem(refs.tops_tile.at[warpgroup], refs.tops.at[share, head, here])
+                hp.copy_smem_to_gmem(refs.totals_tile.at[warpgroup], refs.totals.at[share, head, here])
+                hp.store_gmem(refs.sums.at[share, here, head], sums)
+                hp.wait_smem_to_gmem(0, wait_read_only=True)
 
             whole = jnp.clip(PROMPT_SHARES.split - position, 0, own)  # tokens whose keys are one split
 
-            @pm.when((share == 0) & (whole > 0))
+            @hp.when((share == 0) & (whole > 0))
             def _():
-                out = sums / pm.along_rows(total, dim)
+                out = sums / hp.along_rows(total, dim)
                 if refs.gates is not None:
                     from_dim = refs.gates.shape[2] - dim
                     for n in parts:
-                        source = refs.gates.at[
-                            pm.slice_of(token, _QUERIES), head, pm.slice_of(from_dim + n * _PART, _PART)
-                        ]
-                        pm.copy_in(source, query_rows.at[warpgroup, n], refs.gates_full.at[warpgroup])
-                    pm.wait(refs.gates_full.at[warpgroup])
+                        source = refs.gates.at[hp.ds(token, _QUERIES), head, hp.ds(from_dim + n * _PART, _PART)]
+                        hp.copy_gmem_to_smem(source, query_rows.at[warpgroup, n], refs.gates_full.at[warpgroup])
+                    hp.barrier_wait(refs.gates_full.at[warpgroup])
                 for n in parts:
                     result = out[:, n * _PART : (n + 1) * _PART]
                     if refs.gates is not None:
-                        gates = pm.load(query_tiles.at[warpgroup, n]).astype(jnp.float32)
+                        gates = hp.load_tile(query_tiles.at[warpgroup, n]).astype(jnp.float32)
                         result = result / (1.0 + jnp.exp(-gates))
                     query_tiles.at[warpgroup, n][...] = result.astype(refs.q.dtype)
-                pm.commit()
+                hp.commit_smem()
                 for n in parts:
-                    target = refs.out.at[pm.slice_of(token, _QUERIES), head, dims(n)]
+                    target = refs.out.at[hp.ds(token, _QUERIES), head, dims(n)]
                     store_rows(query_rows.at[warpgroup, n], whole, target)
-                pm.wait_for_copies_out(0, wait_read_only=True)
+                hp.wait_smem_to_gmem(0, wait_read_only=True)
 
             return step
 
-        @pm.when(turns > 0)
+        @hp.when(turns > 0)
         def _():
-            pm.wait(refs.queries_full)
-            pm.when(warpgroup == 1)(take_turns)
+            hp.barrier_wait(refs.queries_full)
+            hp.when(warpgroup == 1)(take_turns)
             jax.lax.fori_loop(0, turns, one_share, jnp.int32(0))
-            pm.when(warpgroup == 0)(take_turns)
+            hp.when(warpgroup == 0)(take_turns)
 
-    warpgroup = pm.axis_index(pm.WARPGROUP)
-    pm.when(warpgroup < 2)(attend)
-    pm.when(warpgroup == 2)(fetch)
-    pm.arrive(refs.done)
-    pm.wait(refs.done)
+    warpgroup = hp.axis_index(hp.WARPGROUP)
+    hp.when(warpgroup < 2)(attend)
+    hp.when(warpgroup == 2)(fetch)
+    hp.barrier_arrive(refs.done)
+    hp.barrier_wait(refs.done)
 
 
 def paged_attention(
@@ -290,32 +288,32 @@ def paged_attention(
     tile = (dim // _PART, _QUERIES, _PART)
     of_stage = _STAGES, _block(dim), dim
     scratch = dict(
-        queries=pm.token_tiles((2, *tile), q.dtype),
-        key_tiles=pm.tiled(*of_stage, dtype=q.dtype),
-        value_tiles=pm.tiled(*of_stage, dtype=q.dtype),
-        tops_tile=pm.shared((2, _QUERIES), jnp.float32),
-        totals_tile=pm.shared((2, _QUERIES), jnp.float32),
-        queries_full=pm.Barrier(num_arrivals=2 * tile[0]),
-        gates_full=pm.Barrier(num_arrivals=tile[0], num_barriers=2),
-        keys_full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
-        keys_free=pm.Barrier(num_arrivals=2, num_barriers=_STAGES),
-        values_full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
-        values_free=pm.Barrier(num_arrivals=2, num_barriers=_STAGES),
-        values_arrived=pm.Barrier(num_arrivals=copies),
-        turn=pm.Barrier(num_arrivals=2),
-        done=pm.Barrier(num_arrivals=3),
+        queries=hp.token_tiles((2, *tile), q.dtype),
+        key_tiles=hp.tiled(*of_stage, dtype=q.dtype),
+        value_tiles=hp.tiled(*of_stage, dtype=q.dtype),
+        tops_tile=hp.SMEM((2, _QUERIES), jnp.float32),
+        totals_tile=hp.SMEM((2, _QUERIES), jnp.float32),
+        queries_full=hp.Barrier(num_arrivals=2 * tile[0]),
+        gates_full=hp.Barrier(num_arrivals=tile[0], num_barriers=2),
+        keys_full=hp.Barrier(num_arrivals=copies, num_barriers=_STAGES),
+        keys_free=hp.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        values_full=hp.Barrier(num_arrivals=copies, num_barriers=_STAGES),
+        values_free=hp.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        values_arrived=hp.Barrier(num_arrivals=copies),
+        turn=hp.Barrier(num_arrivals=2),
+        done=hp.Barrier(num_arrivals=3),
     )
     body = functools.partial(_kernel, [*given, *outputs, *scratch])
-    attended = pm.kernel(
+    attended = hp.kernel(
         functools.partial(body, heads_of_tile=heads_of_tile, programs=programs, scale=scale),
         out_type=list(outputs.values()),
         # The heads of one tile are neighbours, because the keys of all heads are.
         grid=(num_tiles, programs, heads // heads_of_tile),
         grid_names=("tile", "program", "heads"),
         num_threads=3,
-        thread_name=pm.WARPGROUP,
+        thread_name=hp.WARPGROUP,
         scratch_types=list(scratch.values()),
-        compiler_params=pm.fast_math(),
+        compiler_params=hp.fast_math(),
         kernel_name="paged_attention",
     )(*given.values())
     attended = dict(zip(outputs, attended, strict=True))

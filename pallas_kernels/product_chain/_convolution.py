@@ -11,12 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, memref, vector
+from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.product_chain import _fragments as fragments
-from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain._schedule import MOST_TOKENS
 from pallas_kernels.product_chain._steps import Convolution
 
@@ -95,13 +92,13 @@ def load_by_warp(step: Convolved, row: jax.Array, first: jax.Array) -> jax.Array
         first: The channel of the first warp. Nothing is loaded for channels that are not convolved.
     """
 
-    def body(_: Any, pool: Any, weight: Any, row: Any, first: Any) -> Any:
-        _lane, warp = code.lane_and_warp(pm.thread_index())
-        is_convolved = code.is_less(first, step.channels)
-        return (code.array(_load(step, pool, weight, row, code.total(first, warp), is_convolved, 16)),)
+    def body(pool: Any, weight: Any, row: Any, first: Any) -> Any:
+        _lane, warp = hp.lane_and_warp(hp.thread_index())
+        is_convolved = first < step.channels
+        return (hp.strided(_load(step, pool, weight, row, first + warp, is_convolved, 16)),)
 
     results = [(128 * (2 * step.width - 1), jnp.int32)]
-    return pm.inline(body, (step.pool, ()), (step.weight, ()), row, first, results=results)[0]
+    return hp.inline(body, (step.pool, ()), (step.weight, ()), row, first, results=results)[0]
 
 
 def store_by_warp(
@@ -118,16 +115,16 @@ def store_by_warp(
         first: The channel of the first warp.
     """
 
-    def body(_: Any, value: Any, held: Any, out: Any, pool: Any, row: Any, first: Any) -> None:
-        lane, warp = code.lane_and_warp(pm.thread_index())
-        channel, number = code.total(first, warp), messages.number_of_warp(value)
-        inputs, (convolved, _) = _convolve(step, code.elements(held), [number, number])
-        is_first = code.is_less(lane, 1)
-        with pm.only_if(is_first):
-            memref.store(arith.truncf(pm.type_of(step.pool.dtype), convolved), out, [code.index(channel)])
+    def body(value: Any, held: Any, out: Any, pool: Any, row: Any, first: Any) -> None:
+        lane, warp = hp.lane_and_warp(hp.thread_index())
+        channel, number = first + warp, hp.unpack(value[0])[0]
+        inputs, (convolved, _) = _convolve(step, hp.elements(held), [number, number])
+        is_first = lane < 1
+        with hp.predicated(is_first):
+            out[channel] = convolved.astype(step.pool.dtype)
         _store(step, pool, row, channel, inputs, is_first, 16)
 
-    pm.inline(body, value, held, (out, ()), (step.pool, ()), row, first)
+    hp.inline(body, value, held, (out, ()), (step.pool, ()), row, first)
 
 
 # Of several tokens
@@ -140,24 +137,24 @@ def load_rows(step: Convolved, tokens: int) -> jax.Array:
     """
     (_, blocks, window, _), rows = step.pool.shape, step.read_block.shape[0]
 
-    def body(_: Any, layer: Any, starts: Any, read: Any, window_row: Any, write: Any) -> Any:
-        token = arith.shrui(pm.thread_of_program(), pm.constant(2))
-        ends = [memref.load(starts, [code.index(pm.constant(n + 1))]) for n in range(rows)]
-        is_before = [arith.cmpi(arith.CmpIPredicate.sge, token, end) for end in ends]
-        before = code.total(*(code.as_integer(each) for each in is_before))  # rows before the token's
-        at = [code.index(arith.minsi(before, pm.constant(rows - 1)))]
-        first = code.scaled(memref.load(layer, [code.index(pm.constant(0))]), blocks)
-        exists = arith.andi(code.is_less(token, tokens), code.is_less(before, rows))
+    def body(layer: Any, starts: Any, read: Any, window_row: Any, write: Any) -> Any:
+        token = hp.thread_of_cta() >> 2
+        ends = [starts[n + 1] for n in range(rows)]
+        is_before = [token >= end for end in ends]
+        before = hp.add(*(hp.select(each, 1, 0) for each in is_before))  # rows before the token's
+        at = hp.index(hp.minimum(before, rows - 1))
+        first = layer[0] * blocks
+        exists = (token < tokens) & (before < rows)
         found = []
-        for ref, inside in ((read, memref.load(window_row, at)), (write, pm.constant(0))):
-            block = memref.load(ref, at)
-            row = code.total(code.scaled(code.total(first, block), window), inside)
-            is_there = arith.andi(exists, code.differs(block, NULL_BLOCK))
-            found.append(arith.select(is_there, row, pm.constant(_NONE)))
-        return (code.array(found),)
+        for ref, inside in ((read, window_row[at]), (write, hp.i32(0))):
+            block = ref[at]
+            row = (first + block) * window + inside
+            is_there = exists & (block != NULL_BLOCK)
+            found.append(hp.select(is_there, row, _NONE))
+        return (hp.strided(found),)
 
     refs = step.layer, step.query_start_loc, step.read_block, step.window_row, step.write_block
-    return pm.inline(body, *((ref, ()) for ref in refs), results=[(2 * 128, jnp.int32)])[0]
+    return hp.inline(body, *((ref, ()) for ref in refs), results=[(2 * 128, jnp.int32)])[0]
 
 
 def load_by_thread(step: Convolved, rows: jax.Array, first: Any, tokens: int) -> jax.Array:
@@ -170,16 +167,16 @@ def load_by_thread(step: Convolved, rows: jax.Array, first: Any, tokens: int) ->
         tokens: The number of tokens.
     """
 
-    def body(_: Any, pool: Any, weight: Any, rows: Any, first: Any) -> Any:
-        number = pm.thread_of_program()
-        channel = code.total(first, code.scaled(arith.andi(number, pm.constant(3)), 2))
-        row, _write = code.elements(rows)
-        is_convolved = code.is_less(first, step.channels)
-        is_convolved = arith.andi(is_convolved, code.is_less(number, tokens * fragments.PAIRS))
-        return (code.array(_load(step, pool, weight, row, channel, is_convolved, 32)),)
+    def body(pool: Any, weight: Any, rows: Any, first: Any) -> Any:
+        number = hp.thread_of_cta()
+        channel = first + (number & 3) * 2
+        row, _write = hp.elements(rows)
+        is_convolved = first < step.channels
+        is_convolved = is_convolved & (number < tokens * fragments.PAIRS)
+        return (hp.strided(_load(step, pool, weight, row, channel, is_convolved, 32)),)
 
     results = [(128 * (2 * step.width - 1), jnp.int32)]
-    return pm.inline(body, (step.pool, ()), (step.weight, ()), rows, first, results=results)[0]
+    return hp.inline(body, (step.pool, ()), (step.weight, ()), rows, first, results=results)[0]
 
 
 def emit_convolved(
@@ -187,28 +184,28 @@ def emit_convolved(
 ) -> None:
     """Stores two results of the chain like `emit_parts`, in `finish`. Those of the first part are convolved before."""
     *refs, row, rows, held, pool = operands
-    with pm.only_if(code.is_less(row, step.channels)):
-        inputs, convolved = _convolve(step, code.elements(held), values)
-        place = code.index(fragments.place_of_pair(token, pair, row, step.channels))
-        vector.store(code.rounded_pair(convolved, dtype), refs[0], [place], alignment=4)
-        _read, write = code.elements(rows)
-        _store(step, pool, write, code.total(row, code.scaled(pair, 2)), inputs, code.is_less(row, step.channels), 32)
-    row = arith.subi(row, pm.constant(step.channels))
+    with hp.predicated(row < step.channels):
+        inputs, convolved = _convolve(step, hp.elements(held), values)
+        place = hp.index(fragments.place_of_pair(token, pair, row, step.channels))
+        hp.store_vector(hp.rounded_pair(convolved, dtype), refs[0], place)
+        _read, write = hp.elements(rows)
+        _store(step, pool, write, row + pair * 2, inputs, row < step.channels, 32)
+    row = row - step.channels
     fragments.emit_parts(parts[1:], dtype, token, pair, values, *refs[1:], row)
 
 
-# Of one or two channels, in words of which one channel has the lower half. The functions are for `pm.inline`.
+# Of one or two channels, in words of which one channel has the lower half. The functions are for `inline`.
 
 
 def _load(step: Convolved, pool: Any, weight: Any, row: Any, channel: Any, is_convolved: Any, bits: int) -> list[Any]:
     """Loads the words of a window and of the taps. A window that is not there has zeros."""
 
     def words(ref: Any, row: Any, count: int, condition: Any) -> list[Any]:
-        rows = [code.total(row, pm.constant(n)) for n in range(count)]
-        return [code.load_if(condition, code.address_in_rows(ref, n, step.channels, channel), bits) for n in rows]
+        rows = [row + n for n in range(count)]
+        return [hp.load_if(condition, hp.long_row_address(ref, n, step.channels, channel), bits) for n in rows]
 
-    is_there = arith.andi(is_convolved, code.differs(row, _NONE))
-    return words(pool, row, step.width - 1, is_there) + words(weight, pm.constant(0), step.width, is_convolved)
+    is_there = is_convolved & (row != _NONE)
+    return words(pool, row, step.width - 1, is_there) + words(weight, hp.i32(0), step.width, is_convolved)
 
 
 def _convolve(step: Convolved, held: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -216,21 +213,21 @@ def _convolve(step: Convolved, held: Sequence[Any], values: Sequence[Any]) -> tu
 
     Returns the words of all inputs, and the outputs in float32.
     """
-    kind = pm.type_of(step.pool.dtype)
+    kind = step.pool.dtype
     inputs, taps = (
-        [*held[: step.width - 1], code.word(code.rounded_pair(values, step.pool.dtype))],
+        [*held[: step.width - 1], hp.word(hp.rounded_pair(values, step.pool.dtype))],
         held[step.width - 1 :],
     )
-    wide = lambda word: code.wide(code.pair(word, kind))
-    total = code.added([arith.mulf(wide(tap), wide(each)) for tap, each in zip(taps, inputs, strict=True)])
-    return inputs, [code.silu(each) if step.activation == "silu" else each for each in code.parts(total)]
+    wide = lambda word: hp.numbers([word], kind).astype(jnp.float32)
+    total = hp.add(*[wide(tap) * wide(each) for tap, each in zip(taps, inputs, strict=True)])
+    return inputs, [hp.silu(each) if step.activation == "silu" else each for each in hp.unpack(total)]
 
 
 def _store(
     step: Convolved, pool: Any, row: Any, channel: Any, inputs: Sequence[Any], condition: Any, bits: int
 ) -> None:
     """Stores the window that the last inputs are, if it is to be kept and the condition is met."""
-    is_kept = arith.andi(condition, code.differs(row, _NONE))
+    is_kept = condition & (row != _NONE)
     for number, word in enumerate(inputs[1:]):
-        place = code.address_in_rows(pool, code.total(row, pm.constant(number)), step.channels, channel)
-        code.store_if(is_kept, place, word, bits)
+        place = hp.long_row_address(pool, row + number, step.channels, channel)
+        hp.store_if(is_kept, place, word, bits)

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import device
+from pallas_kernels import hopper as hp
 from pallas_kernels.all_reduce import Mailboxes
+from pallas_kernels.hopper import messages
 from pallas_kernels.product_chain import _convolution as convolutions
 from pallas_kernels.product_chain import _fragments as fragments
-from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain import _residual_stream as residual_stream
 from pallas_kernels.product_chain._over_devices import Devices, next_turn
 from pallas_kernels.product_chain._schedule import (
@@ -100,7 +100,7 @@ def product_chain(
     given = dict(x=x.reshape(-1), weights=[cut(weight) for weight in weights], norms=[step.weight for step in norms])
     given |= dict(residual=[] if residual is None else [residual.reshape(-1)])
     given |= dict(gated=[] if gated is None else [gated.gate.reshape(-1), gated.weight.astype(jnp.float32)])
-    # What programs send each other begins as +0: see _messages.py.
+    # What programs send each other begins as +0: see hopper/messages.py.
     given |= dict(sent=jax.new_ref(jnp.zeros((places(plan, tokens)[-1].end,), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((2 * len(plan.phases),), jnp.int32)))
     over_devices = None
@@ -132,23 +132,23 @@ def product_chain(
 
     terms = max(phase.terms for phase in plan.phases)
     heads = 0 if gated is None else fragments.head_elements(plan.phases[0].pieces)
-    results = pm.kernel(
+    results = hp.kernel(
         body,
         out_type=tuple(outputs),
         grid=(programs,),
         grid_names=("program",),
         num_threads=fragments.WARPGROUPS + 1,
-        thread_name=pm.WARPGROUP,
+        thread_name=hp.WARPGROUP,
         scratch_types=[
-            pm.shared((plan.slots, group_elements(plan.phases)), dtype),
-            pm.shared((max(fragments.partial_elements(terms), heads),), jnp.float32),
-            pm.shared((staged,), jnp.float32),
-            pm.shared((max(len(norms), 1), MOST_TOKENS), jnp.float32),
-            pm.Barrier(num_barriers=plan.slots),
-            pm.Barrier(num_barriers=plan.slots, num_arrivals=fragments.WARPGROUPS),
-            pm.Barrier(num_arrivals=fragments.WARPGROUPS + 1),
+            hp.SMEM((plan.slots, group_elements(plan.phases)), dtype),
+            hp.SMEM((max(fragments.partial_elements(terms), heads),), jnp.float32),
+            hp.SMEM((staged,), jnp.float32),
+            hp.SMEM((max(len(norms), 1), MOST_TOKENS), jnp.float32),
+            hp.Barrier(num_barriers=plan.slots),
+            hp.Barrier(num_barriers=plan.slots, num_arrivals=fragments.WARPGROUPS),
+            hp.Barrier(num_arrivals=fragments.WARPGROUPS + 1),
         ],
-        compiler_params=pm.fast_math(),
+        compiler_params=hp.fast_math(),
         kernel_name="product_chain_of_few_tokens",
     )(*arrays)
     found = jax.tree.unflatten(out_tree, results)
@@ -172,7 +172,7 @@ def _run(
     capacity: int | None,
 ) -> None:
     """Runs one program. `capacity` is that of a side of a mailbox, or None if there are no other devices."""
-    program = pm.axis_index("program")
+    program = hp.axis_index("program")
     owner = jnp.minimum(program, OWNERS - 1)  # Programs that own nothing load what the last owner has.
     phases, slots = plan.phases, jnp.int32(plan.slots)
     enough = 3 * programs // 4  # programs that have told
@@ -187,29 +187,29 @@ def _run(
 
     def group_of(phase: Phase, slot: Any, *shape: int) -> Any:
         """A group of weights in shared memory."""
-        return refs.blocks.at[slot, pm.slice_of(0, TOKENS_ROWS * phase.group * WIDTH)].reshape(shape)
+        return refs.blocks.at[slot, hp.ds(0, TOKENS_ROWS * phase.group * WIDTH)].reshape(shape)
 
     def counter(number: int, *, of_owners: bool = False) -> Any:
         """Counts the programs that have sent what a phase computes, or the owners that have added it to the stream."""
-        return refs.counters.at[pm.slice_of(2 * number + of_owners, 1)]
+        return refs.counters.at[hp.ds(2 * number + of_owners, 1)]
 
     def fetch() -> None:
         """Fetches the blocks of all phases, a few at a time."""
-        pm.set_max_registers(40, action="decrease")
+        hp.set_max_registers(40, action="decrease")
         for number, phase in enumerate(phases):
 
             def one(n, _, number=number, phase=phase):
                 block = begin[number] + n
                 slot, earlier = jax.lax.rem(block, slots), jax.lax.rem(block - plan.depth, slots)
-                pm.when(block >= slots)(lambda: pm.wait(refs.free.at[slot]))
-                pm.when(block >= plan.depth)(lambda: pm.wait(refs.full.at[earlier]))
+                hp.when(block >= slots)(lambda: hp.barrier_wait(refs.free.at[slot]))
+                hp.when(block >= plan.depth)(lambda: hp.barrier_wait(refs.full.at[earlier]))
                 share, first, step, _ = work[number]
                 place, group = jax.lax.div(n, jnp.int32(groups[number])), jax.lax.rem(n, jnp.int32(groups[number]))
                 each = jnp.int32(phase.pieces // phase.group)
                 _, row, piece = phase.place(share, first + place * step, jax.lax.div(group, each))
-                pieces = pm.slice_of(piece + jax.lax.rem(group, each) * phase.group, phase.group)
-                source = refs.weights[number].at[pm.slice_of(row, TOKENS_ROWS), pieces]
-                pm.copy_in(source, group_of(phase, slot, TOKENS_ROWS, phase.group, WIDTH), refs.full.at[slot])
+                pieces = hp.ds(piece + jax.lax.rem(group, each) * phase.group, phase.group)
+                source = refs.weights[number].at[hp.ds(row, TOKENS_ROWS), pieces]
+                hp.copy_gmem_to_smem(source, group_of(phase, slot, TOKENS_ROWS, phase.group, WIDTH), refs.full.at[slot])
 
             jax.lax.fori_loop(jnp.int32(0), begin[number + 1] - begin[number], one, None)
 
@@ -225,16 +225,16 @@ def _run(
             return fragments.load_gated(x, gate, weight, refs.partials, gated, phase.pieces, tokens), total
         at = where[number - 1]
         if phase.norm is None:
-            messages.listen(counter(number - 1), enough)
+            messages.wait(counter(number - 1), enough)
             sent = fragments.Vectors(refs.sent, at.shares, phase.inputs, first)
             return fragments.receive(sent, phase.pieces, tokens), total
         # What is there already is loaded before anything is waited for.
         weights = residual_stream.load_own_weights(refs.norms[phase.norm], owner, phase.inputs, tokens)
         if total is None:
             total = residual_stream.load_own(refs.residual[0], owner, phase.inputs, tokens)
-        messages.listen(counter(number - 1), enough)
+        messages.wait(counter(number - 1), enough)
         total = owned(number - 1, phase.norm, total, weights)
-        messages.listen(counter(number - 1, of_owners=True), OWNERS)
+        messages.wait(counter(number - 1, of_owners=True), OWNERS)
         stream, step = fragments.Vectors(refs.sent, at.stream, phase.inputs, first), norms[phase.norm]
         factors = refs.factors.at[phase.norm]
         return residual_stream.receive_weighted(stream, at.squares, factors, step, phase.pieces, tokens, dtype), total
@@ -268,14 +268,14 @@ def _run(
                 dtype,
                 devices_of(norm) if norms[norm].over_devices else None,
             )
-            messages.tell_once(counter(number, of_owners=True))
+            messages.signal(counter(number, of_owners=True))
             return result
 
         return jax.lax.cond(program < OWNERS, own, lambda: total)
 
     def multiply() -> None:
         """Runs all phases."""
-        pm.set_max_registers(232, action="increase")
+        hp.set_max_registers(232, action="increase")
         total = None
         rows = None if refs.convolution is None else convolutions.load_rows(refs.convolution, tokens)
         for number in range(len(phases)):
@@ -283,9 +283,9 @@ def _run(
             body = functools.partial(multiply_block, number, x, rows if number + 1 == len(phases) else None)
             jax.lax.fori_loop(jnp.int32(0), work[number].count, body, None)
             if number + 1 < len(phases):
-                messages.tell_once(counter(number))
+                messages.signal(counter(number))
         if capacity is not None:
-            pm.when(program == 0)(lambda: next_turn(devices_of(len(norms)), refs.out.turn))
+            hp.when(program == 0)(lambda: next_turn(devices_of(len(norms)), refs.out.turn))
 
     def multiply_block(number: int, x: jax.Array, rows: jax.Array | None, place: Any, _: None) -> None:
         """Multiplies by a block of weights, or by two of which one is the gate of the other.
@@ -299,10 +299,10 @@ def _run(
         sums: list[jax.Array] = []
         for group in range(groups[number]):
             slot = jax.lax.rem(begin[number] + place * groups[number] + group, slots)
-            pm.wait(refs.full.at[slot])
+            hp.barrier_wait(refs.full.at[slot])
             weights = group_of(phase, slot, TOKENS_ROWS, phase.group * WIDTH)
             found = fragments.multiply(weights, x, group % each * phase.group, phase.group, tokens)
-            pm.arrive(refs.free.at[slot])
+            hp.barrier_arrive(refs.free.at[slot])
             sums = [*sums, found] if group % each == 0 else [*sums[:-1], sums[-1] + found]
         factors = None if phase.norm is None else refs.factors.at[phase.norm]
         fragments.finish(
@@ -338,7 +338,7 @@ def _run(
             return [(refs.sent, ()), row], functools.partial(fragments.emit_rounded, at, outputs, dtype)
         return [(refs.sent, ()), share, row], functools.partial(fragments.emit_sums, at, outputs, size)
 
-    is_multiplying = pm.axis_index(pm.WARPGROUP) < _FETCHING
-    pm.when(is_multiplying)(multiply)
-    pm.when(jnp.logical_not(is_multiplying))(fetch)
-    pm.finish_together(refs.done)
+    is_multiplying = hp.axis_index(hp.WARPGROUP) < _FETCHING
+    hp.when(is_multiplying)(multiply)
+    hp.when(jnp.logical_not(is_multiplying))(fetch)
+    hp.finish_together(refs.done)

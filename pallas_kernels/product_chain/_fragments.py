@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, ir, memref, vector
-from pallas_kernels.product_chain import _messages as messages
+from pallas_kernels import hopper as hp
+from pallas_kernels.hopper import messages
 from pallas_kernels.product_chain._schedule import MOST_TOKENS, WIDTH
 from pallas_kernels.product_chain._schedule import TOKENS_ROWS as OUTPUTS
 from pallas_kernels.product_chain._steps import GatedNorm
@@ -81,11 +79,11 @@ def head_elements(pieces: int) -> int:
 def load(x: Vectors, pieces: int, tokens: int) -> jax.Array:
     """Loads the inputs of all threads. See `registers`."""
 
-    def body(_: Any, ref: Any, first: Any) -> Any:
-        loaded = [code.words(code.load(ref, at, 8)) for at in places_of(x, first, pieces, tokens)]
-        return (pm.fragments_of_spread(loaded, registers(pieces, tokens)),)
+    def body(ref: Any, first: Any) -> Any:
+        loaded = [hp.words(hp.load_vector(ref, at, count=8)) for at in places_of(x, first, pieces, tokens)]
+        return (loaded,)
 
-    return pm.inline(body, (x.ref, ()), x.first, results=[(registers(pieces, tokens), jnp.int32)])[0]
+    return hp.inline(body, (x.ref, ()), x.first, results=[(registers(pieces, tokens), jnp.int32)])[0]
 
 
 def load_gated(x: Vectors, gate: Any, weight: Any, heads: Any, step: GatedNorm, pieces: int, tokens: int) -> jax.Array:
@@ -103,52 +101,48 @@ def load_gated(x: Vectors, gate: Any, weight: Any, heads: Any, step: GatedNorm, 
     dim = weight.shape[0]
     warps = max(1, dim // 32)  # that share a head
 
-    def body(_: Any, ref: Any, gate: Any, weight: Any, heads: Any, first: Any) -> Any:
+    def body(ref: Any, gate: Any, weight: Any, heads: Any, first: Any) -> Any:
         at = places_of(x, first, pieces, tokens)
-        kind = ir.MemRefType(ref.type).element_type
-        values, gates = ([code.load(each, place, 8) for place in at] for each in (ref, gate))
+        kind = ref.dtype
+        values, gates = ([hp.load_vector(each, place, count=8) for place in at] for each in (ref, gate))
         here = thread()
-        weights = code.load(weight, arith.andi(here.column, pm.constant(dim - 1)), 8)
-        stored = lambda n, warp: code.index(
-            code.total(
-                code.scaled(here.row, _WARPS), warp, pm.constant((n // halves(tokens)) * 128 + n % halves(tokens) * 64)
-            )
+        weights = hp.load_vector(weight, here.column & (dim - 1), count=8)
+        stored = lambda n, warp: hp.index(
+            hp.add(here.row * _WARPS, warp, (n // halves(tokens)) * 128 + n % halves(tokens) * 64)
         )
         for number, value in enumerate(values):
-            wide = code.wide(value)
-            total = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, arith.mulf(wide, wide))
-            total = pm.sum_over(total, (1, 2))
-            memref.store(total, heads, [stored(number, here.warp)])
-        pm.barrier_of_warpgroups(WARPGROUPS)
-        first_warp = arith.andi(here.warp, pm.constant(_WARPS - warps))
+            wide = value.astype(jnp.float32)
+            total = hp.reduce_add(wide * wide)
+            total = hp.sum_over_lanes(total, (1, 2))
+            heads[stored(number, here.warp)] = total
+        hp.barrier_of_warpgroups(WARPGROUPS)
+        first_warp = here.warp & (_WARPS - warps)
         found = []
         for number, (value, closed) in enumerate(zip(values, gates, strict=True)):
-            sums = [memref.load(heads, [stored(number, code.total(first_warp, pm.constant(n)))]) for n in range(warps)]
-            factor = code.approximate("rsqrt", arith.addf(code.over(code.added(sums), dim), code.number(step.epsilon)))
-            activation = code.silu if step.activation == "silu" else code.sigmoid
-            opened = code.from_parts([activation(one) for one in code.parts(code.wide(closed))])
-            scaled = arith.mulf(
-                arith.mulf(code.wide(value), vector.broadcast(code.vector_type(8, ir.F32Type.get()), factor)), weights
-            )
-            found.append(code.words(arith.truncf(code.vector_type(8, kind), arith.mulf(scaled, opened))))
-        pm.barrier_of_warpgroups(WARPGROUPS)  # `heads` may be used again
-        return (pm.fragments_of_spread(found, registers(pieces, tokens)),)
+            sums = [heads[stored(number, first_warp + n)] for n in range(warps)]
+            factor = hp.approximate("rsqrt", hp.add(*sums) * (1.0 / dim) + step.epsilon)
+            activation = hp.silu if step.activation == "silu" else hp.sigmoid
+            opened = hp.pack([activation(one) for one in hp.unpack(closed.astype(jnp.float32))])
+            scaled = value.astype(jnp.float32) * hp.broadcast(factor, 8) * weights
+            found.append(hp.words((scaled * opened).astype(kind)))
+        hp.barrier_of_warpgroups(WARPGROUPS)  # `heads` may be used again
+        return (found,)
 
     operands = (x.ref, ()), (gate, ()), (weight, ()), (heads, ()), x.first
-    return pm.inline(body, *operands, results=[(registers(pieces, tokens), jnp.int32)])[0]
+    return hp.inline(body, *operands, results=[(registers(pieces, tokens), jnp.int32)])[0]
 
 
 def receive(x: Vectors, pieces: int, tokens: int) -> jax.Array:
     """Waits for inputs that other programs send, two in each word of 32 bits. See `registers`."""
 
-    def body(_: Any, ref: Any, first: Any) -> Any:
-        places = [code.word_address(ref, x.start, at) for at in places_of(x, first, pieces, tokens)]
-        kind = pm.integer()
-        found = messages.arrived(messages.ask(places, PAIRS, kind), places, kind)
-        held = [code.from_parts(words) for words in found]
-        return (pm.fragments_of_spread(held, registers(pieces, tokens)),)
+    def body(ref: Any, first: Any) -> Any:
+        places = [hp.word_address(ref, x.start, at) for at in places_of(x, first, pieces, tokens)]
+        kind = jnp.int32
+        found = messages.poll(messages.load(places, PAIRS, kind), places, kind)
+        held = [hp.pack(words) for words in found]
+        return (held,)
 
-    return pm.inline(body, (x.ref, ()), x.first, results=[(registers(pieces, tokens), jnp.int32)])[0]
+    return hp.inline(body, (x.ref, ()), x.first, results=[(registers(pieces, tokens), jnp.int32)])[0]
 
 
 def multiply(block: Any, x: jax.Array, first_piece: int, pieces: int, tokens: int) -> jax.Array:
@@ -165,23 +159,23 @@ def multiply(block: Any, x: jax.Array, first_piece: int, pieces: int, tokens: in
         tokens: The number of tokens.
     """
 
-    def body(_: Any, block: Any, x: Any) -> Any:
+    def body(block: Any, x: Any) -> Any:
         here = thread()
-        held, kind = list(x.registers.flat)[first_piece * halves(tokens) :], ir.MemRefType(block.type).element_type
-        columns = [code.index(code.total(here.column, pm.constant(piece * WIDTH))) for piece in range(pieces)]
-        load = lambda at: vector.load(code.vector_type(8, kind), block, [code.index(here.row), at], alignment=16)
-        weights = [code.parts(code.words(load(at))) for at in columns]
-        zeros, sums = [pm.constant(0)] * 4, [[code.number(0.0)] * 4 for _ in range(_SUMS)]
+        held, kind = list(x)[first_piece * halves(tokens) :], block.dtype
+        columns = [hp.index(here.column + piece * WIDTH) for piece in range(pieces)]
+        load = lambda at: hp.load_vector(block, here.row, at, count=8)
+        weights = [hp.unpack(hp.words(load(at))) for at in columns]
+        zeros, sums = [hp.i32(0)] * 4, [[hp.f32(0.0)] * 4 for _ in range(_SUMS)]
         for piece, right in enumerate(weights):
-            first, *second = (code.parts(each) for each in held[piece * halves(tokens) : (piece + 1) * halves(tokens)])
+            first, *second = (hp.unpack(each) for each in held[piece * halves(tokens) : (piece + 1) * halves(tokens)])
             second = second[0] if second else zeros
             for turn in range(2):
                 left = [words[2 * turn + n] for n in range(2) for words in (first, second)]
                 own = (2 * piece + turn) % _SUMS
-                sums[own] = code.multiply_tile(sums[own], left, right[2 * turn : 2 * turn + 2], kind)
-        return (code.array([code.added(each) for each in zip(*sums, strict=True)]),)
+                sums[own] = hp.mma(sums[own], left, right[2 * turn : 2 * turn + 2], kind)
+        return (hp.strided([hp.add(*each) for each in zip(*sums, strict=True)]),)
 
-    return pm.inline(body, (block, ()), x, results=[(512, jnp.float32)])[0]
+    return hp.inline(body, (block, ()), x, results=[(512, jnp.float32)])[0]
 
 
 def finish(
@@ -201,56 +195,52 @@ def finish(
         turn: The number of the block.
         tokens: The number of tokens.
         factors: By what the sums of each token are multiplied, float32 [MOST_TOKENS] in shared memory; None for 1.
-        operands: Operands of `pm.inline`.
+        operands: Operands of `inline`.
         emit: emit(token, pair, values, *operands) stores the outputs 2 * pair and the one after it.
     """
     each = MOST_TOKENS * OUTPUTS
     terms = len(sums)
 
-    def body(_: Any, partials: Any, turn: Any, *given: Any) -> None:
+    def body(partials: Any, turn: Any, *given: Any) -> None:
         here, rest = thread(), given[terms:]
-        start = code.scaled(arith.andi(turn, pm.constant(1)), terms * _WARPS * each)
+        start = (turn & 1) * (terms * _WARPS * each)
         for term, own in enumerate(given[:terms]):
-            parts = code.elements(own)
-            place = code.total(
-                start, code.scaled(here.warp, each), code.scaled(here.lane, 2), pm.constant(term * _WARPS * each)
-            )
+            parts = hp.elements(own)
+            place = hp.add(start, here.warp * each, here.lane * 2, term * _WARPS * each)
             for half in range(halves(tokens)):
-                pair = code.from_parts(parts[2 * half : 2 * half + 2])
-                vector.store(
-                    pair, partials, [code.index(code.total(place, pm.constant(half * each // 2)))], alignment=8
-                )
-        pm.barrier_of_warpgroups(WARPGROUPS)
-        number = pm.thread_of_program()
-        with pm.only_if(code.is_less(number, tokens * PAIRS)):
-            place = code.total(start, code.scaled(number, 2))
+                pair = hp.pack(parts[2 * half : 2 * half + 2])
+                hp.store_vector(pair, partials, place + half * each // 2)
+        hp.barrier_of_warpgroups(WARPGROUPS)
+        number = hp.thread_of_cta()
+        with hp.predicated(number < tokens * PAIRS):
+            place = start + number * 2
             totals = []
             for term in range(terms):
-                at = [code.total(place, pm.constant((term * _WARPS + n) * each)) for n in range(_WARPS)]
-                found = [code.load(partials, one, 2) for one in at]
-                totals.append(code.added(found))
-            token, pair = arith.shrui(number, pm.constant(2)), arith.andi(number, pm.constant(3))
+                at = [place + (term * _WARPS + n) * each for n in range(_WARPS)]
+                found = [hp.load_vector(partials, one, count=2) for one in at]
+                totals.append(hp.add(*found))
+            token, pair = number >> 2, number & 3
             if factors is not None:
                 of_norm, *rest = rest
-                factor = memref.load(of_norm, [code.index(token)])
-                both = code.from_parts([factor, factor])
-                totals = [arith.mulf(total, both) for total in totals]
-            values = code.parts(totals[-1])
+                factor = of_norm[token]
+                both = hp.pack([factor, factor])
+                totals = [total * both for total in totals]
+            values = hp.unpack(totals[-1])
             if terms == 2:
-                gates = code.parts(totals[0])
-                values = [arith.mulf(code.silu(gate), value) for gate, value in zip(gates, values, strict=True)]
+                gates = hp.unpack(totals[0])
+                values = [hp.silu(gate) * value for gate, value in zip(gates, values, strict=True)]
             emit(token, pair, values, *rest)
 
     given = [] if factors is None else [(factors, ())]
-    pm.inline(body, (partials, ()), turn, *sums, *given, *operands)
+    hp.inline(body, (partials, ()), turn, *sums, *given, *operands)
 
 
 def emit_sums(
     start: int, outputs: int, size: int, token: Any, pair: Any, values: Sequence[Any], sent: Any, share: Any, row: Any
 ) -> None:
     """Sends two float32 numbers of a share, in `finish`. Each share has `size` of them."""
-    place = code.total(place_of_pair(token, pair, row, outputs), code.scaled(share, size), pm.constant(start))
-    messages.store(pm.address(sent, place), values)
+    place = hp.add(place_of_pair(token, pair, row, outputs), share * size, start)
+    messages.store(hp.address(sent, place), values)
 
 
 def emit_rounded(
@@ -258,39 +248,39 @@ def emit_rounded(
 ) -> None:
     """Sends two numbers in a word, in `finish`."""
     place = place_of_pair(token, pair, row, outputs)
-    messages.store(code.word_address(sent, start, place), [code.word(code.rounded_pair(values, dtype))])
+    messages.store(hp.word_address(sent, start, place), [hp.word(hp.rounded_pair(values, dtype))])
 
 
 def emit_result_sums(
     outputs: int, size: int, token: Any, pair: Any, values: Sequence[Any], out: Any, share: Any, row: Any
 ) -> None:
     """Stores two sums that the chain computes, in `finish`."""
-    place = code.total(place_of_pair(token, pair, row, outputs), code.scaled(share, size))
-    vector.store(code.from_parts(values), out, [code.index(place)], alignment=8)
+    place = place_of_pair(token, pair, row, outputs) + share * size
+    hp.store_vector(hp.pack(values), out, place)
 
 
 def emit_parts(parts: Sequence[int], dtype: Any, token: Any, pair: Any, values: Sequence[Any], *operands: Any) -> None:
     """Stores two results of the chain in the part to which their block belongs, in `finish`."""
     *refs, row = operands
-    rounded, first = code.rounded_pair(values, dtype), 0
+    rounded, first = hp.rounded_pair(values, dtype), 0
     for part, ref in zip(parts, refs, strict=True):
-        inside = arith.subi(row, pm.constant(first))
-        with pm.only_if(arith.cmpi(arith.CmpIPredicate.ult, inside, pm.constant(part))):
-            vector.store(rounded, ref, [code.index(place_of_pair(token, pair, inside, part))], alignment=4)
+        inside = row - first
+        with hp.predicated(hp.unsigned_less(inside, part)):
+            hp.store_vector(rounded, ref, place_of_pair(token, pair, inside, part))
         first += part
 
 
 def place_of_pair(token: Any, pair: Any, row: Any, length: int) -> Any:
     """Returns the place of a token's pair of a block that begins at `row`, in [tokens, length]."""
-    return code.total(code.scaled(token, length), row, code.scaled(pair, 2))
+    return hp.add(token * length, row, pair * 2)
 
 
 def thread() -> Thread:
     """Returns this thread's place."""
-    number = pm.thread_of_program()
-    lane, warp = code.lane_and_warp(number)
-    column = code.total(code.scaled(warp, 32), code.scaled(arith.andi(lane, pm.constant(3)), 8))
-    return Thread(lane, warp, arith.shrui(lane, pm.constant(2)), column)
+    number = hp.thread_of_cta()
+    lane, warp = hp.lane_and_warp(number)
+    column = warp * 32 + (lane & 3) * 8
+    return Thread(lane, warp, lane >> 2, column)
 
 
 def places_of(x: Vectors, first: Any, pieces: int, tokens: int) -> list[Any]:
@@ -299,8 +289,6 @@ def places_of(x: Vectors, first: Any, pieces: int, tokens: int) -> list[Any]:
     Places are counted from the first vector on. A token that does not exist has the inputs of the last one.
     """
     here = thread()
-    rows = [code.total(here.row, pm.constant(8 * half)) for half in range(halves(tokens))]
-    starts = [
-        code.total(code.scaled(arith.minsi(r, pm.constant(tokens - 1)), x.length), first, here.column) for r in rows
-    ]
-    return [code.total(start, pm.constant(piece * WIDTH)) for piece in range(pieces) for start in starts]
+    rows = [here.row + 8 * half for half in range(halves(tokens))]
+    starts = [hp.minimum(r, tokens - 1) * x.length + first + here.column for r in rows]
+    return [start + piece * WIDTH for piece in range(pieces) for start in starts]

@@ -11,11 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, ir, memref, vector
+from pallas_kernels import hopper as hp
+from pallas_kernels.hopper import messages
 from pallas_kernels.product_chain import _fragments as fragments
-from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain._over_devices import Devices, added_up
 from pallas_kernels.product_chain._schedule import OWNERS
 from pallas_kernels.product_chain._steps import Norm
@@ -54,25 +52,25 @@ def receive_weighted(
         The inputs of all threads: see `registers` in _fragments.py.
     """
 
-    def body(_: Any, ref: Any, factors: Any, first: Any) -> Any:
-        f32, i32 = ir.F32Type.get(), pm.integer()
-        places = [code.word_address(ref, x.start, at) for at in fragments.places_of(x, first, pieces, tokens)]
-        thread = pm.thread_of_program()
-        token = arith.minsi(arith.shrui(thread, pm.constant(4)), pm.constant(tokens - 1))
-        owner = code.scaled(arith.andi(thread, pm.constant(15)), OWNERS // 16)
-        start = code.total(code.scaled(token, OWNERS), owner, pm.constant(squares))
-        of_squares = [pm.address(ref, code.total(start, pm.constant(n))) for n in range(0, OWNERS // 16, 4)]
-        asked_squares, asked = messages.ask(of_squares, 4, f32), messages.ask(places, fragments.PAIRS, i32)
-        total = code.added([n for four in messages.arrived(asked_squares, of_squares, f32) for n in four])
-        total = pm.sum_over(total, (1, 2, 4, 8))
-        factor = code.approximate("rsqrt", arith.addf(code.over(total, x.length), code.number(step.epsilon)))
-        factor = arith.mulf(factor, code.number(1.0 / scale_of(dtype)))
-        memref.store(factor, factors, [code.index(arith.shrui(thread, pm.constant(4)))])
-        held = [code.from_parts(words) for words in messages.arrived(asked, places, i32)]
-        return (pm.fragments_of_spread(held, fragments.registers(pieces, tokens)),)
+    def body(ref: Any, factors: Any, first: Any) -> Any:
+        f32, i32 = jnp.float32, jnp.int32
+        places = [hp.word_address(ref, x.start, at) for at in fragments.places_of(x, first, pieces, tokens)]
+        thread = hp.thread_of_cta()
+        token = hp.minimum(thread >> 4, tokens - 1)
+        owner = (thread & 15) * (OWNERS // 16)
+        start = hp.add(token * OWNERS, owner, squares)
+        of_squares = [hp.address(ref, start + n) for n in range(0, OWNERS // 16, 4)]
+        asked_squares, asked = messages.load(of_squares, 4, f32), messages.load(places, fragments.PAIRS, i32)
+        total = hp.add(*[n for four in messages.poll(asked_squares, of_squares, f32) for n in four])
+        total = hp.sum_over_lanes(total, (1, 2, 4, 8))
+        factor = hp.approximate("rsqrt", total * (1.0 / x.length) + step.epsilon)
+        factor = factor * (1.0 / scale_of(dtype))
+        factors[thread >> 4] = factor
+        held = [hp.pack(words) for words in messages.poll(asked, places, i32)]
+        return (held,)
 
     operands = (x.ref, ()), (factors, ()), x.first
-    return pm.inline(body, *operands, results=[(fragments.registers(pieces, tokens), jnp.int32)])[0]
+    return hp.inline(body, *operands, results=[(fragments.registers(pieces, tokens), jnp.int32)])[0]
 
 
 def own_pairs(channels: int, tokens: int) -> int:
@@ -83,25 +81,25 @@ def own_pairs(channels: int, tokens: int) -> int:
 def load_own(stream: Any, program: Any, channels: int, tokens: int) -> jax.Array:
     """Loads this program's part of the residual stream, [tokens * channels]. Returns float32 [256 * own_pairs]."""
 
-    def body(_: Any, stream: Any, program: Any) -> Any:
+    def body(stream: Any, program: Any) -> Any:
         return (_load_pairs(stream, [place for _, _, place in _own_places(program, channels, tokens)]),)
 
-    return pm.inline(body, (stream, ()), program, results=[(256 * own_pairs(channels, tokens), jnp.float32)])[0]
+    return hp.inline(body, (stream, ()), program, results=[(256 * own_pairs(channels, tokens), jnp.float32)])[0]
 
 
 def load_own_weights(weight: Any, program: Any, channels: int, tokens: int) -> jax.Array:
     """Loads the weights of a norm, [channels], for each number of `load_own`, in its layout."""
 
-    def body(_: Any, weight: Any, program: Any) -> Any:
+    def body(weight: Any, program: Any) -> Any:
         return (_load_pairs(weight, [channel for _, channel, _ in _own_places(program, channels, tokens)]),)
 
-    return pm.inline(body, (weight, ()), program, results=[(256 * own_pairs(channels, tokens), jnp.float32)])[0]
+    return hp.inline(body, (weight, ()), program, results=[(256 * own_pairs(channels, tokens), jnp.float32)])[0]
 
 
 def _load_pairs(ref: Any, places: Sequence[Any]) -> Any:
     """Loads two neighbours from each place, as an array of float32."""
-    pairs = [code.wide(code.load(ref, place, 2)) for place in places]
-    return code.array([number for pair in pairs for number in code.parts(pair)])
+    pairs = [hp.load_vector(ref, place, count=2).astype(jnp.float32) for place in places]
+    return hp.strided([number for pair in pairs for number in hp.unpack(pair)])
 
 
 def own(
@@ -143,45 +141,41 @@ def own(
     """
     each = channels // 2 // OWNERS
 
-    def body(_: Any, sent: Any, staging: Any, before: Any, weights: Any, program: Any, *more: Any) -> Any:
-        f32, kind = ir.F32Type.get(), pm.type_of(dtype)
-        thread, totals, old, of_norm = pm.thread_of_program(), [], code.elements(before), code.elements(weights)
+    def body(sent: Any, staging: Any, before: Any, weights: Any, program: Any, *more: Any) -> Any:
+        f32, kind = jnp.float32, dtype
+        thread, totals, old, of_norm = hp.thread_of_cta(), [], hp.elements(before), hp.elements(weights)
         own_places = _own_places(program, channels, tokens)
-        places = [
-            pm.address(sent, code.total(place, pm.constant(start))) for _, _, place in own_places for start in shares
-        ]
-        found = messages.arrived(messages.ask(places, 2, f32), places, f32)
+        places = [hp.address(sent, place + start) for _, _, place in own_places for start in shares]
+        found = messages.poll(messages.load(places, 2, f32), places, f32)
         added = []
         for start in range(0, len(found), len(shares)):
-            added.append([code.added([share[n] for share in found[start : start + len(shares)]]) for n in range(2)])
+            added.append([hp.add(*[share[n] for share in found[start : start + len(shares)]]) for n in range(2)])
         if devices is not None:
             added = added_up(devices, more[-2], more[-1], added, [place for _, _, place in own_places])
         for number, (pair, _, place) in enumerate(own_places):
             both = slice(2 * number, 2 * number + 2)
-            scaled = [arith.mulf(code.number(step.scale), one) for one in added[number]]
-            sums = [arith.addf(*terms) for terms in zip(old[both], scaled, strict=True)]
-            rounded = arith.truncf(code.vector_type(2, kind), code.from_parts(sums))
-            totals += code.parts(code.wide(rounded))
-            factors = [arith.addf(code.number(step.offset), weight) for weight in of_norm[both]]
-            weighted = [arith.mulf(*terms) for terms in zip(totals[-2:], factors, strict=True)]
-            weighted = [arith.mulf(code.number(scale_of(dtype)), one) for one in weighted]
-            messages.store(code.word_address(sent, target, place), [code.word(code.rounded_pair(weighted, dtype))])
+            scaled = [hp.f32(step.scale) * one for one in added[number]]
+            sums = [x + y for x, y in zip(old[both], scaled, strict=True)]
+            rounded = hp.pack(sums).astype(kind)
+            totals += hp.unpack(rounded.astype(jnp.float32))
+            factors = [hp.f32(step.offset) + weight for weight in of_norm[both]]
+            weighted = [x * y for x, y in zip(totals[-2:], factors, strict=True)]
+            weighted = [hp.f32(scale_of(dtype)) * one for one in weighted]
+            messages.store(hp.word_address(sent, target, place), [hp.word(hp.rounded_pair(weighted, dtype))])
             if out is not None:
-                vector.store(rounded, more[0], [code.index(place)], alignment=4)
-            memref.store(code.added([arith.mulf(x, x) for x in totals[-2:]]), staging, [code.index(pair)])
-        pm.barrier_of_warpgroups(fragments.WARPGROUPS)
-        with pm.only_if(code.is_less(thread, tokens)):
-            start = code.scaled(thread, each)
-            total = code.added(
-                [memref.load(staging, [code.index(code.total(start, pm.constant(n)))]) for n in range(each)]
-            )
-            place = code.total(code.scaled(thread, OWNERS), program, pm.constant(squares))
-            messages.store(pm.address(sent, place), [total])
-        return (code.array(totals),)
+                hp.store_vector(rounded, more[0], place)
+            staging[pair] = hp.add(*[x * x for x in totals[-2:]])
+        hp.barrier_of_warpgroups(fragments.WARPGROUPS)
+        with hp.predicated(thread < tokens):
+            start = thread * each
+            total = hp.add(*[staging[start + n] for n in range(each)])
+            place = hp.add(thread * OWNERS, program, squares)
+            messages.store(hp.address(sent, place), [total])
+        return (hp.strided(totals),)
 
     operands = [(sent, ()), (staging, ()), before, weights, program, *([] if out is None else [(out, ())])]
     operands += [] if devices is None else devices.operands
-    return pm.inline(body, *operands, results=[(256 * own_pairs(channels, tokens), jnp.float32)])[0]
+    return hp.inline(body, *operands, results=[(256 * own_pairs(channels, tokens), jnp.float32)])[0]
 
 
 def _own_places(program: Any, channels: int, tokens: int) -> list[tuple[Any, Any, Any]]:
@@ -191,9 +185,9 @@ def _own_places(program: Any, channels: int, tokens: int) -> list[tuple[Any, Any
     """
     each, found = channels // 2 // OWNERS, []
     for turn in range(own_pairs(channels, tokens)):
-        pair = code.total(pm.thread_of_program(), pm.constant(turn * _THREADS))
-        pair = arith.minsi(pair, pm.constant(tokens * each - 1))
-        token, number = arith.divui(pair, pm.constant(each)), arith.remui(pair, pm.constant(each))
-        channel = code.scaled(code.total(number, code.scaled(program, each)), 2)
-        found.append((pair, channel, code.total(code.scaled(token, channels), channel)))
+        pair = hp.thread_of_cta() + turn * _THREADS
+        pair = hp.minimum(pair, tokens * each - 1)
+        token, number = pair // each, pair % each
+        channel = (number + program * each) * 2
+        found.append((pair, channel, token * channels + channel))
     return found

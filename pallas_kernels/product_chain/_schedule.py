@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels._warpgroup import THREADS, pack_of_spread
+from pallas_kernels._warpgroup import LANES, THREADS, pack_of_spread
 from pallas_kernels.linear.config import default_config as linear_config
 from pallas_kernels.product_chain._steps import (
     Experts,
@@ -33,7 +33,6 @@ from pallas_kernels.product_chain._steps import (
 FEWEST_STEPS = 4
 WIDTH = 256  # inputs that a warp multiplies at a time, eight per lane
 ROWS = 4  # outputs that the warps of a warpgroup multiply at a time, one each
-LANES = 32  # of a warp
 MOST_TOKENS = 16
 TOKENS_ROWS = 8  # outputs of a block, if there are several tokens
 OWNERS = 128  # programs that have a part of the residual stream each, if there are several tokens

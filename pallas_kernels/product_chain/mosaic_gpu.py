@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import device
+from pallas_kernels import hopper as hp
+from pallas_kernels.hopper import messages
 from pallas_kernels.product_chain import _convolution as convolutions
-from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain._choice import choose
 from pallas_kernels.product_chain._schedule import LANES, ROWS, WIDTH, Phase, Schedule, schedule, slot_elements
 from pallas_kernels.product_chain._steps import (
@@ -59,7 +59,7 @@ def product_chain(
     # Booleans in memory are read differently by different versions of the lowering. A step converts the array once.
     valid = (phase.mixture.valid if phase.kind == "down" else None for phase in plan.phases)
     given |= dict(valid=[None if each is None else each.astype(jnp.int32) for each in valid])
-    # What programs send each other begins as +0: see _messages.py. An array must not be empty.
+    # What programs send each other begins as +0: see hopper/messages.py. An array must not be empty.
     given |= dict(sent=jax.new_ref(jnp.zeros((max(plan.starts[-1], 1),), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((len(plan.phases),), jnp.int32)))
     convolved = convolutions.arrays_of(convolution)
@@ -75,22 +75,22 @@ def product_chain(
         refs.convolution = convolutions.seen_by_programs(convolution, refs.convolution)
         _run(refs, plan, gated, norms, parts, dtype, programs)
 
-    results = pm.kernel(
+    results = hp.kernel(
         body,
         out_type=tuple(out),
         grid=(programs,),
         grid_names=("program",),
         num_threads=_WARPGROUPS,
-        thread_name=pm.WARPGROUP,
+        thread_name=hp.WARPGROUP,
         scratch_types=[
-            pm.shared((plan.slots, slot_elements(plan.phases)), dtype),
-            pm.shared((plan.vector,), jnp.float32),
-            pm.Barrier(num_barriers=plan.slots),
-            pm.Barrier(num_barriers=plan.slots),
-            pm.Barrier(num_arrivals=_WARPGROUPS),
+            hp.SMEM((plan.slots, slot_elements(plan.phases)), dtype),
+            hp.SMEM((plan.vector,), jnp.float32),
+            hp.Barrier(num_barriers=plan.slots),
+            hp.Barrier(num_barriers=plan.slots),
+            hp.Barrier(num_arrivals=_WARPGROUPS),
             *(_memory_of_choice(plan) if plan.has_experts else ()),
         ],
-        compiler_params=pm.fast_math(),
+        compiler_params=hp.fast_math(),
         kernel_name="product_chain",
     )(*arrays)
     total = residual if residual is None or not norms else results[0][None]
@@ -107,10 +107,10 @@ def _memory_of_choice(plan: Schedule) -> tuple[Any, ...]:
     """Describes the shared memory of `_CHOICE`. One barrier follows another choice, so it serves all."""
     logits = max(phase.outputs for phase in plan.phases if phase.kind == "router")
     return (
-        pm.shared((logits,), jnp.float32),
-        pm.shared((LANES,), jnp.int32),
-        pm.shared((LANES,), jnp.float32),
-        pm.Barrier(),
+        hp.SMEM((logits,), jnp.float32),
+        hp.SMEM((LANES,), jnp.int32),
+        hp.SMEM((LANES,), jnp.float32),
+        hp.Barrier(),
     )
 
 
@@ -140,7 +140,7 @@ def _run(
     programs: int,
 ) -> None:
     """Runs one program."""
-    program = pm.axis_index("program")
+    program = hp.axis_index("program")
     phases, slots = plan.phases, jnp.int32(plan.slots)
     enough = 3 * messages.WARPS * programs // 4  # warps that have told
     work = [phase.work(program, programs) for phase in phases]
@@ -150,7 +150,7 @@ def _run(
         begin.append(begin[-1] + own.count * phase.terms)
 
     def block_of(phase: Phase, slot: Any, *shape: int) -> Any:
-        return refs.blocks.at[slot, pm.slice_of(0, phase.rows * phase.pieces * WIDTH)].reshape(shape)
+        return refs.blocks.at[slot, hp.ds(0, phase.rows * phase.pieces * WIDTH)].reshape(shape)
 
     def source_of(number: int, place: Any, term: Any, is_shared: bool) -> Any:
         """Where the weights of a term of a phase's block are, given the block's place among the program's own."""
@@ -158,7 +158,7 @@ def _run(
         expert, row, piece = phase.place(share, first + place * step, term)
         if expert is not None:
             weights = weights.at[phase.mixture.routed + expert if is_shared else refs.chosen[expert]]
-        return weights.at[pm.slice_of(row, phase.rows), pm.slice_of(piece, phase.pieces)]
+        return weights.at[hp.ds(row, phase.rows), hp.ds(piece, phase.pieces)]
 
     def fetch() -> None:
         """Fetches the blocks of all phases, a few at a time."""
@@ -167,11 +167,11 @@ def _run(
             def one(n, _, number=number, phase=phase, is_shared=False):
                 block = begin[number] + n
                 slot, earlier = jax.lax.rem(block, slots), jax.lax.rem(block - plan.depth, slots)
-                pm.when(block >= slots)(lambda: pm.wait(refs.free.at[slot]))
-                pm.when(block >= plan.depth)(lambda: pm.wait(refs.full.at[earlier]))
+                hp.when(block >= slots)(lambda: hp.barrier_wait(refs.free.at[slot]))
+                hp.when(block >= plan.depth)(lambda: hp.barrier_wait(refs.full.at[earlier]))
                 term, place = jax.lax.rem(n, jnp.int32(phase.terms)), jax.lax.div(n, jnp.int32(phase.terms))
                 target = block_of(phase, slot, phase.rows, phase.pieces, WIDTH)
-                pm.copy_in(source_of(number, place, term, is_shared), target, refs.full.at[slot])
+                hp.copy_gmem_to_smem(source_of(number, place, term, is_shared), target, refs.full.at[slot])
 
             before, count = jnp.int32(0), begin[number + 1] - begin[number]
             if phase.kind == "up":
@@ -183,33 +183,33 @@ def _run(
 
     def decide(number: int) -> None:
         """Chooses the token's experts by what the router's phase has computed, for both warpgroups."""
-        logits = refs.logits.at[pm.slice_of(0, phases[number].outputs)]
-        messages.listen(refs.counters.at[pm.slice_of(number, 1)], enough)
+        logits = refs.logits.at[hp.ds(0, phases[number].outputs)]
+        messages.wait(refs.counters.at[hp.ds(number, 1)], enough)
         (found,) = messages.receive([sent(number, 0, 0, phases[number].outputs)])
         logits[...] = found.astype(dtype).astype(jnp.float32)
-        pm.inline(lambda _: pm.warpgroup_barrier())
+        hp.inline(hp.warpgroup_barrier)
         choose(logits, refs.chosen, refs.factors, phases[number].mixture)
-        pm.inline(lambda _: pm.warpgroup_barrier())
-        pm.arrive(refs.decided)
+        hp.inline(hp.warpgroup_barrier)
+        hp.barrier_arrive(refs.decided)
 
     def sent(number: int, share: Any, row: Any, count: int) -> Any:
         """Where numbers of a phase are sent."""
-        return refs.sent.at[pm.slice_of(plan.starts[number] + share * phases[number].outputs + row, count)]
+        return refs.sent.at[hp.ds(plan.starts[number] + share * phases[number].outputs + row, count)]
 
     def shares_before(number: int, first: Any, count: int) -> list[jax.Array]:
         """Waits for the shares of what the phase before has computed."""
         if number == 0:
-            return [pm.load_spread(refs.x.at[n, pm.slice_of(first, count)]) for n in range(refs.x.shape[0])]
-        messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], enough)
+            return [hp.load_spread(refs.x.at[n, hp.ds(first, count)]) for n in range(refs.x.shape[0])]
+        messages.wait(refs.counters.at[hp.ds(number - 1, 1)], enough)
         return messages.receive([sent(number - 1, n, first, count) for n in range(phases[number - 1].shares)])
 
     def normed_heads(step: GatedNorm, first: Any, count: int) -> jax.Array:
         """Normalises and gates the inputs of the chain that this program's share of the first product takes."""
         gate, weight = refs.gated
         (value,) = shares_before(0, first, count)
-        gate, dim = pm.load_spread(gate.at[pm.slice_of(first, count)]), weight.shape[0]
-        weight = pm.load_for_each_head(weight, count)
-        factor = jax.lax.rsqrt(pm.sums_of_heads(value * value, dim) / dim + step.epsilon)
+        gate, dim = hp.load_spread(gate.at[hp.ds(first, count)]), weight.shape[0]
+        weight = hp.load_for_each_head(weight, count)
+        factor = jax.lax.rsqrt(hp.sums_of_heads(value * value, dim) / dim + step.epsilon)
         scaled = value * factor * weight
         activated = (gate if step.activation == "silu" else 1.0) / (1.0 + jnp.exp(-gate))
         return (scaled * activated).astype(refs.x.dtype)
@@ -219,30 +219,30 @@ def _run(
         (residual,), step = refs.residual, norms[norm]
         channels = residual.shape[0]
         added = functools.reduce(operator.add, shares_before(number, 0, channels))
-        before = pm.load_spread(residual) if total is None else total
+        before = hp.load_spread(residual) if total is None else total
         rounded = (before + step.scale * added).astype(residual.dtype)
         if norm + 1 == len(norms):
 
-            @pm.when(program == 0)
+            @hp.when(program == 0)
             def _():
                 refs.out[0][...] = rounded
 
         total = rounded.astype(jnp.float32)
         factor = jax.lax.rsqrt(jnp.sum(total * total) / channels + step.epsilon)
-        value = total * factor * (step.offset + pm.load_spread(refs.norms[norm]))
+        value = total * factor * (step.offset + hp.load_spread(refs.norms[norm]))
         return value.astype(step.out_dtype or residual.dtype), total
 
     def for_each_warp(values: Sequence[jax.Array], cut: Any = None) -> list[jax.Array]:
         """Gives every warp all numbers of vectors that the warpgroup's threads share, or those that `cut` selects."""
         places, start = [], 0
         for value in values:
-            places.append(refs.vector.at[pm.slice_of(start, value.shape[0])])
+            places.append(refs.vector.at[hp.ds(start, value.shape[0])])
             start += value.shape[0]
-        pm.inline(lambda _: pm.warpgroup_barrier())  # no warp reads what is there any more
+        hp.inline(hp.warpgroup_barrier)  # no warp reads what is there any more
         for place, value in zip(places, values, strict=True):
             place[...] = value.astype(jnp.float32)
-        pm.inline(lambda _: pm.warpgroup_barrier())
-        return [pm.load_for_each_warp(place if cut is None else place.at[cut]) for place in places]
+        hp.inline(hp.warpgroup_barrier)
+        return [hp.load_for_each_warp(place if cut is None else place.at[cut]) for place in places]
 
     def inputs_of(number: int, total: jax.Array | None) -> tuple[list[jax.Array], jax.Array | None]:
         """Returns the inputs of this program's share of a phase, which every warp gets, and the residual stream."""
@@ -257,15 +257,15 @@ def _run(
         else:
             # A norm needs all channels, whatever share of them the program multiplies.
             value, total = normed(number, phase.norm, total)
-            cut = None if phase.shares == 1 else pm.slice_of(work[number].share * count, count)
+            cut = None if phase.shares == 1 else hp.ds(work[number].share * count, count)
         return for_each_warp([value.astype(dtype)], cut), total
 
     def weighted(number: int) -> list[jax.Array]:
         """Returns what the experts of this program's share have computed between their products, times their weights."""
         phase = phases[number]
         first = work[number].share * phase.terms
-        messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], enough)
-        pm.wait(refs.decided)
+        messages.wait(refs.counters.at[hp.ds(number - 1, 1)], enough)
+        hp.barrier_wait(refs.decided)
         terms = [first + n for n in range(phase.terms)]
         values = messages.receive([sent(number - 1, 0, term * phase.inputs, phase.inputs) for term in terms])
         rounded = [value.astype(dtype).astype(jnp.float32) for value in values]
@@ -282,10 +282,10 @@ def _run(
             body = functools.partial(add_up, number) if phase.kind == "down" else body
             jax.lax.fori_loop(jnp.int32(0), work[number].count, body, x)
             if plan.is_sent(number):
-                messages.tell(refs.counters.at[pm.slice_of(number, 1)])
+                messages.signal_by_warp(refs.counters.at[hp.ds(number, 1)])
         if plan.ends_with_norm:
 
-            @pm.when(program == 0)
+            @hp.when(program == 0)
             def _():
                 refs.out[-1][...] = normed(len(phases), len(norms) - 1, total)[0]
 
@@ -301,10 +301,10 @@ def _run(
         sums = []
         for term in range(phase.terms):
             slot = jax.lax.rem(begin[number] + place * phase.terms + term, slots)
-            pm.wait(refs.full.at[slot])
-            block = pm.load_rows_by_warp(block_of(phase, slot, ROWS, phase.pieces * WIDTH))
-            sums.append(jnp.sum(block * pm.along_columns(x[0], ROWS), axis=1))
-            pm.arrive(refs.free.at[slot])
+            hp.barrier_wait(refs.full.at[slot])
+            block = hp.load_rows_by_warp(block_of(phase, slot, ROWS, phase.pieces * WIDTH))
+            sums.append(jnp.sum(block * hp.along_columns(x[0], ROWS), axis=1))
+            hp.barrier_arrive(refs.free.at[slot])
         value = sums[0] / (1.0 + jnp.exp(-sums[0])) * sums[1] if phase.terms == 2 else sums[0]
         store(number, share, row, value, held)
         return x
@@ -316,16 +316,16 @@ def _run(
         sums: list[Any] = [0.0 for _ in parts]
         for term in range(phase.terms):
             slot = jax.lax.rem(begin[number] + place * phase.terms + term, slots)
-            pm.wait(refs.full.at[slot])
+            hp.barrier_wait(refs.full.at[slot])
             block = block_of(phase, slot, phase.rows, phase.pieces * WIDTH)
             for part in parts:
-                rows = pm.load_rows_by_warp(block.at[pm.slice_of(part * ROWS, ROWS)])
-                sums[part] = sums[part] + rows * pm.along_columns(x[term], ROWS)
-            pm.arrive(refs.free.at[slot])
+                rows = hp.load_rows_by_warp(block.at[hp.ds(part * ROWS, ROWS)])
+                sums[part] = sums[part] + rows * hp.along_columns(x[term], ROWS)
+            hp.barrier_arrive(refs.free.at[slot])
         valid = refs.valid[number]
         values = [jnp.sum(each, axis=1) for each in sums]
         for part, value in enumerate(values):
-            value = value if valid is None else pm.keep_if(valid[0] > 0, value)
+            value = value if valid is None else hp.keep_if(valid[0] > 0, value)
             store(number, share, (first + place) * phase.rows + part * ROWS, value)
         return x
 
@@ -341,7 +341,7 @@ def _run(
             messages.send(sent(number, share, row, ROWS), value)
             return
         if parts is None:
-            pm.store_directly(refs.out[-1].at[pm.slice_of(share * phase.outputs + row, ROWS)], value)
+            hp.store_gmem(refs.out[-1].at[hp.ds(share * phase.outputs + row, ROWS)], value)
             return
         start = 0
         for part, ref in zip(parts, refs.out[len(norms) > 0 :], strict=True):
@@ -350,9 +350,9 @@ def _run(
                 if start == 0 and held is not None:
                     convolutions.store_by_warp(refs.convolution, ref, value, *held, row)
                     return
-                pm.store_directly(ref.at[pm.slice_of(row - start, ROWS)], value.astype(dtype))
+                hp.store_gmem(ref.at[hp.ds(row - start, ROWS)], value.astype(dtype))
 
-            pm.when((row >= start) & (row < start + part))(put)
+            hp.when((row >= start) & (row < start + part))(put)
             start += part
 
-    pm.run_by_warpgroup([multiply, fetch], refs.done)
+    hp.run_by_warpgroup([multiply, fetch], refs.done)

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _state_warps
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, ir, math
-from pallas_kernels._state_warps import State, Warp
+from pallas_kernels import hopper as hp
+from pallas_kernels.hopper import state_warps
+from pallas_kernels.hopper.state_warps import State, Warp
 
 
 def unsupported(
@@ -24,7 +23,7 @@ def unsupported(
     for name, (array, ndim) in of_head.items():
         if array is not None and array.ndim != ndim:
             return f"{name} must have a number per head, got {list(array.shape)}"
-    return _state_warps.unsupported(pool, *(each for each in (x, dt, A, B, C, D, z, dt_bias) if each is not None))
+    return state_warps.unsupported(pool, *(each for each in (x, dt, A, B, C, D, z, dt_bias) if each is not None))
 
 
 class _StateSpace:
@@ -32,10 +31,10 @@ class _StateSpace:
 
     def __init__(self, refs: Any, warp: Warp, dt_softplus: bool) -> None:
         self.refs, self.warp, self.dt_softplus, self.head = refs, warp, dt_softplus, warp.place.head
-        heads, groups = ir.MemRefType(refs.x.type).shape[1], ir.MemRefType(refs.B.type).shape[1]
-        self.group = arith.divui(self.head, pm.constant(heads // groups))
-        self.rate = code.load_number(refs.A, self.head)
-        optional = lambda name: code.load_number(getattr(refs, name), self.head) if hasattr(refs, name) else None
+        heads, groups = refs.x.shape[1], refs.B.shape[1]
+        self.group = self.head // (heads // groups)
+        self.rate = refs.A[self.head].astype(jnp.float32)
+        optional = lambda name: getattr(refs, name)[self.head].astype(jnp.float32) if hasattr(refs, name) else None
         self.skip, self.bias = optional("D"), optional("dt_bias")
 
     def take(self, token: Any) -> list[Any]:
@@ -43,23 +42,23 @@ class _StateSpace:
         refs, warp = self.refs, self.warp
         vectors = [warp.load_columns(ref, token, self.group, warp.column) for ref in (refs.B, refs.C)]
         channels = [refs.x, refs.z] if hasattr(refs, "z") else [refs.x]
-        of_row = [code.load_number(ref, token, self.head, warp.own_row) for ref in channels]
-        return [*vectors, code.load_number(refs.dt, token, self.head), *of_row]
+        of_row = [ref[token, self.head, warp.own_row].astype(jnp.float32) for ref in channels]
+        return [*vectors, refs.dt[token, self.head].astype(jnp.float32), *of_row]
 
     def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
         """Advances the state by one token, and returns the output of the lane's own state row."""
         B, C, dt, x, *z = inputs
-        B, C = (code.parts(code.wide(each)) for each in (B, C))
-        dt = dt if self.bias is None else arith.addf(dt, self.bias)
-        dt = code.softplus(dt) if self.dt_softplus else dt
-        decay, sums = math.exp(arith.mulf(self.rate, dt)), []
-        for part, factor in zip(state, self.warp.of_each_load(arith.mulf(dt, x)), strict=True):
-            after = [math.fma(factor, k, arith.mulf(decay, s)) for k, s in zip(B, part, strict=True)]
+        B, C = (hp.unpack(each.astype(jnp.float32)) for each in (B, C))
+        dt = dt if self.bias is None else dt + self.bias
+        dt = hp.softplus(dt) if self.dt_softplus else dt
+        decay, sums = hp.exp(self.rate * dt), []
+        for part, factor in zip(state, self.warp.of_each_load(dt * x), strict=True):
+            after = [hp.fma(factor, k, decay * s) for k, s in zip(B, part, strict=True)]
             sums.append(self.warp.product(after, C))
             keep(after)
         y = self.warp.whole_sum(sums)
-        y = y if self.skip is None else math.fma(self.skip, x, y)
-        return arith.mulf(y, code.silu(*z)) if z else y
+        y = y if self.skip is None else hp.fma(self.skip, x, y)
+        return y * hp.silu(*z) if z else y
 
 
 def selective_state_update(
@@ -81,7 +80,7 @@ def selective_state_update(
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel. See api.py."""
     inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    return _state_warps.advance_states(
+    return state_warps.advance_states(
         "selective_state_update",
         lambda refs, warp: _StateSpace(refs, warp, dt_softplus),
         {name: array for name, array in inputs.items() if array is not None},

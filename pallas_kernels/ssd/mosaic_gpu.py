@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
-from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
-from pallas_kernels._mosaic_tokens import keep_rows, store_rows
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.chunks import Chunks
+from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
+from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 from pallas_kernels.ssd.decays import Factors, decays
 
 _STAGES = 2  # chunks whose tokens are in shared memory
@@ -48,12 +48,12 @@ def _kernel(names, *arrays):
     "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
     """
     refs = SimpleNamespace(**(dict(z=None, skip=None) | dict(zip(names, arrays, strict=True))))
-    head, row, part = (pm.axis_index(axis) for axis in ("head", "row", "part"))
+    head, row, part = (hp.axis_index(axis) for axis in ("head", "row", "part"))
     heads, state_dim = refs.x.shape[1], refs.pool.shape[4]
     (token_rows, token_tiles), (out_rows, out_tile) = refs.tokens, refs.outputs
     columns = range(state_dim // TILE)
     group = jax.lax.div(head, jnp.int32(heads // refs.B.shape[1]))
-    dims = pm.slice_of(part * TILE, TILE)
+    dims = hp.ds(part * TILE, TILE)
     layer, read = refs.layer[0], refs.read_block[row]
     prefill_row = PrefillRow.of(refs, row)
     count = prefill_row.chunks_up_to(prefill_row.end - prefill_row.start)
@@ -63,73 +63,73 @@ def _kernel(names, *arrays):
 
     def fetch():
         """Fetches the tokens of the chunks to come, and their factors."""
-        pm.set_max_registers(40, action="decrease")
+        hp.set_max_registers(40, action="decrease")
 
         def one(chunk, _):
             at = stage(chunk)
 
-            @pm.when(chunk >= _STAGES)
+            @hp.when(chunk >= _STAGES)
             def _():
-                pm.wait(refs.free.at[at])
+                hp.barrier_wait(refs.free.at[at])
 
             token, _ = prefill_row.tokens_of(chunk)
-            here, full = pm.slice_of(token, TILE), refs.full.at[at]
-            pm.copy_in(refs.x.at[here, head, dims], token_rows["x"].at[at], full)
+            here, full = hp.ds(token, TILE), refs.full.at[at]
+            hp.copy_gmem_to_smem(refs.x.at[here, head, dims], token_rows["x"].at[at], full)
             if refs.z is not None:
-                pm.copy_in(refs.z.at[here, head, dims], token_rows["z"].at[at], full)
+                hp.copy_gmem_to_smem(refs.z.at[here, head, dims], token_rows["z"].at[at], full)
             for name in ("B", "C"):
                 for n in columns:
-                    source = getattr(refs, name).at[here, group, pm.slice_of(n * TILE, TILE)]
-                    pm.copy_in(source, token_rows[name].at[at, n], full)
+                    source = getattr(refs, name).at[here, group, hp.ds(n * TILE, TILE)]
+                    hp.copy_gmem_to_smem(source, token_rows[name].at[at, n], full)
             factors = refs.factors.at[head, prefill_row.first_chunk + chunk]
-            pm.copy_in(factors.at[pm.slice_of(0, 4)], refs.per_row.at[at], full)
-            pm.copy_in(factors.at[pm.slice_of(2, 4)], refs.per_column.at[at], full)
+            hp.copy_gmem_to_smem(factors.at[hp.ds(0, 4)], refs.per_row.at[at], full)
+            hp.copy_gmem_to_smem(factors.at[hp.ds(2, 4)], refs.per_column.at[at], full)
 
         jax.lax.fori_loop(0, count, one, None)
 
         # A barrier has one phase bit, so each of its completions must be waited for.
-        @pm.loop(jnp.maximum(count - _STAGES, 0), count)
+        @hp.loop(jnp.maximum(count - _STAGES, 0), count)
         def _(chunk):
-            pm.wait(refs.free.at[stage(chunk)])
+            hp.barrier_wait(refs.free.at[stage(chunk)])
 
     def carry_state():
         """Runs the chunks' way from state to state, and hands the state before each chunk to the outputs."""
-        pm.set_max_registers(232, action="increase")
+        hp.set_max_registers(232, action="increase")
 
         def place(block, n):
-            return refs.pool.at[layer, block, head, dims, pm.slice_of(n * TILE, TILE)]
+            return refs.pool.at[layer, block, head, dims, hp.ds(n * TILE, TILE)]
 
         def advance(chunk, state):
             at, out = stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
 
-            @pm.when(chunk >= _STATES)
+            @hp.when(chunk >= _STATES)
             def _():
-                pm.wait(refs.state_free.at[out])
+                hp.barrier_wait(refs.state_free.at[out])
 
             for n in columns:
                 for piece, value in enumerate(pieces(state[n], _PIECES)):
                     refs.states[out, piece, n] = value
-            pm.commit()
-            pm.arrive(refs.state_full.at[out])
-            pm.wait(refs.full.at[at])
+            hp.commit_smem()
+            hp.barrier_arrive(refs.state_full.at[out])
+            hp.barrier_wait(refs.full.at[at])
             _, live = prefill_row.tokens_of(chunk)
             B = token_tiles["B"].at[at]
 
-            @pm.when(live < TILE)
+            @hp.when(live < TILE)
             def _():
                 for n in columns:
                     keep_rows(B.at[n], live)
 
-            x = pm.load(token_tiles["x"].at[at]).astype(jnp.float32)
-            weight = pm.along_rows(pm.load_per_row(refs.per_row.at[at, _AT.weight]), TILE)
-            weighted = jnp.where(pm.rows(SHAPE) < live, weight * x, pm.zeros(SHAPE, jnp.float32))
+            x = hp.load_tile(token_tiles["x"].at[at]).astype(jnp.float32)
+            weight = hp.along_rows(hp.load_per_row(refs.per_row.at[at, _AT.weight]), TILE)
+            weighted = jnp.where(hp.rows(SHAPE) < live, weight * x, hp.zeros(SHAPE, jnp.float32))
             for piece, value in enumerate(pieces(weighted, _PIECES)):
                 refs.weighted[piece] = value
-            pm.commit()
+            hp.commit_smem()
             decay = refs.per_column[at, _AT.end - _AT.whole, 0]
             left = [refs.weighted.at[piece].T for piece in reversed(range(_PIECES))]
-            added = pm.multiply_all(SHAPE, [[(a, B.at[n]) for a in left] for n in columns])
-            pm.arrive(refs.free.at[at])
+            added = hp.multiply_all(SHAPE, [[(a, B.at[n]) for a in left] for n in columns])
+            hp.barrier_arrive(refs.free.at[at])
             return [decay * s + a for s, a in zip(state, added, strict=True)]
 
         def advance_to(chunk, stop, state):
@@ -137,68 +137,68 @@ def _kernel(names, *arrays):
 
         def store(block, state):
             for n in columns:
-                pm.store_directly(place(block, n), state[n].astype(refs.pool.dtype))
+                hp.store_gmem(place(block, n), state[n].astype(refs.pool.dtype))
 
         def initial(n):
-            load = lambda: pm.load_directly(place(read, n)).astype(jnp.float32)
-            return jax.lax.cond(read != NULL_BLOCK, load, lambda: pm.zeros(SHAPE, jnp.float32))
+            load = lambda: hp.load_gmem_tile(place(read, n)).astype(jnp.float32)
+            return jax.lax.cond(read != NULL_BLOCK, load, lambda: hp.zeros(SHAPE, jnp.float32))
 
         state = prefill_row.run(refs, [initial(n) for n in columns], advance_to, store)
         prefill_row.store_last(refs.write_block[row], state, store)
 
-        @pm.loop(jnp.maximum(count - _STATES, 0), count)
+        @hp.loop(jnp.maximum(count - _STATES, 0), count)
         def _(chunk):
-            pm.wait(refs.state_free.at[jax.lax.rem(chunk, jnp.int32(_STATES))])
+            hp.barrier_wait(refs.state_free.at[jax.lax.rem(chunk, jnp.int32(_STATES))])
 
-    outputs_from = lambda token: refs.out.at[pm.slice_of(token, TILE), head, dims]
+    outputs_from = lambda token: refs.out.at[hp.ds(token, TILE), head, dims]
 
     def write_outputs():
         """Makes the outputs of each chunk from the state before it and from its own tokens."""
-        pm.set_max_registers(232, action="increase")
+        hp.set_max_registers(232, action="increase")
 
         def one(chunk, _):
             at, state = stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
             token, live = prefill_row.tokens_of(chunk)
-            pm.wait(refs.full.at[at])
+            hp.barrier_wait(refs.full.at[at])
             x, B, C = (token_tiles[name].at[at] for name in ("x", "B", "C"))
-            (products,) = pm.multiply_all(SHAPE, [[(C.at[n], B.at[n].T) for n in columns]])
-            per_row = lambda n: pm.along_rows(pm.load_per_row(refs.per_row.at[at, n]), TILE)
-            per_column = lambda n: pm.along_columns(pm.load_per_column(refs.per_column.at[at, n - _AT.whole]), TILE)
+            (products,) = hp.multiply_all(SHAPE, [[(C.at[n], B.at[n].T) for n in columns]])
+            per_row = lambda n: hp.along_rows(hp.load_per_row(refs.per_row.at[at, n]), TILE)
+            per_column = lambda n: hp.along_columns(hp.load_per_column(refs.per_column.at[at, n - _AT.whole]), TILE)
             between = (per_row(_AT.whole) - per_column(_AT.whole)) + (per_row(_AT.rest) - per_column(_AT.rest))
-            causal = pm.rows(SHAPE) >= pm.columns(SHAPE)
-            nothing = pm.zeros(SHAPE, jnp.float32)
+            causal = hp.rows(SHAPE) >= hp.columns(SHAPE)
+            nothing = hp.zeros(SHAPE, jnp.float32)
             within = jnp.where(causal, jnp.exp2(between) * per_column(_AT.dt) * products, nothing).astype(jnp.bfloat16)
 
-            @pm.when(live < TILE)
+            @hp.when(live < TILE)
             def _():
                 keep_rows(x, live)
-                pm.commit()
+                hp.commit_smem()
 
-            pm.wait(refs.state_full.at[state])
+            hp.barrier_wait(refs.state_full.at[state])
             of_state = [(C.at[n], refs.states.at[state, p, n].T) for p in reversed(range(_PIECES)) for n in columns]
-            (y,) = pm.multiply_all(SHAPE, [of_state])
-            pm.arrive(refs.state_free.at[state])
-            y = per_row(_AT.from_state) * y + pm.multiply(SHAPE, [lambda: ([within], x)])
+            (y,) = hp.multiply_all(SHAPE, [of_state])
+            hp.barrier_arrive(refs.state_free.at[state])
+            y = per_row(_AT.from_state) * y + hp.multiply(SHAPE, [lambda: ([within], x)])
             if refs.skip is not None:
-                skip = pm.along_columns(pm.load_per_column(refs.skip_tile), TILE)
-                y = y + skip * pm.load(x).astype(jnp.float32)
+                skip = hp.along_columns(hp.load_per_column(refs.skip_tile), TILE)
+                y = y + skip * hp.load_tile(x).astype(jnp.float32)
             if refs.z is not None:
-                z = pm.load(token_tiles["z"].at[at]).astype(jnp.float32)
+                z = hp.load_tile(token_tiles["z"].at[at]).astype(jnp.float32)
                 y = y * z / (1.0 + jnp.exp(-z))
-            pm.arrive(refs.free.at[at])
-            pm.wait_for_copies_out(0, wait_read_only=True)
+            hp.barrier_arrive(refs.free.at[at])
+            hp.wait_smem_to_gmem(0, wait_read_only=True)
             out_tile[...] = y.astype(jnp.bfloat16)
-            pm.commit()
+            hp.commit_smem()
             store_rows(out_rows, live, outputs_from(token))
 
         if refs.skip is not None:
-            pm.copy_in(refs.skip.at[head, dims], refs.skip_tile, refs.skip_full)
-            pm.wait(refs.skip_full)
+            hp.copy_gmem_to_smem(refs.skip.at[head, dims], refs.skip_tile, refs.skip_full)
+            hp.barrier_wait(refs.skip_full)
         jax.lax.fori_loop(0, count, one, None)
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
         prefill_row.clear(refs.x.shape[0], outputs_from)
 
-    pm.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
+    hp.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
 
 def ssd(
@@ -239,29 +239,29 @@ def ssd(
     if z is not None:
         of_stage["z"], copies = (_STAGES,), copies + 1
     scratch = dict(
-        tokens=pm.token_tiles({name: (*shape, *SHAPE) for name, shape in of_stage.items()}, x.dtype),
-        per_row=pm.shared((_STAGES, 4, TILE), jnp.float32),
-        per_column=pm.shared((_STAGES, 4, TILE), jnp.float32),
-        states=pm.tiled(_STATES, _PIECES, parts, *SHAPE, dtype=jnp.bfloat16),
-        weighted=pm.tiled(_PIECES, *SHAPE, dtype=jnp.bfloat16),
-        outputs=pm.token_tiles(SHAPE, x.dtype),
-        full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
-        free=pm.Barrier(num_arrivals=2, num_barriers=_STAGES),
-        state_full=pm.Barrier(num_barriers=_STATES),
-        state_free=pm.Barrier(num_barriers=_STATES),
-        done=pm.Barrier(num_arrivals=3),
+        tokens=hp.token_tiles({name: (*shape, *SHAPE) for name, shape in of_stage.items()}, x.dtype),
+        per_row=hp.SMEM((_STAGES, 4, TILE), jnp.float32),
+        per_column=hp.SMEM((_STAGES, 4, TILE), jnp.float32),
+        states=hp.tiled(_STATES, _PIECES, parts, *SHAPE, dtype=jnp.bfloat16),
+        weighted=hp.tiled(_PIECES, *SHAPE, dtype=jnp.bfloat16),
+        outputs=hp.token_tiles(SHAPE, x.dtype),
+        full=hp.Barrier(num_arrivals=copies, num_barriers=_STAGES),
+        free=hp.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        state_full=hp.Barrier(num_barriers=_STATES),
+        state_free=hp.Barrier(num_barriers=_STATES),
+        done=hp.Barrier(num_arrivals=3),
     )
     if skip is not None:
-        scratch |= dict(skip_tile=pm.shared((TILE,), jnp.float32), skip_full=pm.Barrier())
+        scratch |= dict(skip_tile=hp.SMEM((TILE,), jnp.float32), skip_full=hp.Barrier())
     updated = jax.new_ref(pool)
     arrays = {name: array for name, array in given.items() if array is not None}
-    out = pm.kernel(
+    out = hp.kernel(
         functools.partial(_kernel, [*arrays, "pool", "out", *scratch]),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(rows, head_dim // TILE, heads),
         grid_names=("row", "part", "head"),
         num_threads=3,
-        thread_name=pm.WARPGROUP,
+        thread_name=hp.WARPGROUP,
         scratch_types=list(scratch.values()),
         kernel_name="ssd",
     )(*arrays.values(), updated)

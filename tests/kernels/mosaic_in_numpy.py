@@ -154,7 +154,7 @@ def _weigh(keys, queries, per_row, per_column, norms, system, attention):
 
 
 def loop(start, stop):
-    """Does what `pm.loop` does."""
+    """Does what `hp.loop` does."""
 
     def run(body):
         for n in range(int(start), int(stop)):
@@ -164,7 +164,7 @@ def loop(start, stop):
 
 
 def when(condition):
-    """Does what `pm.when` does."""
+    """Does what `hp.when` does."""
     return lambda body: body() if bool(condition) else None
 
 
@@ -179,24 +179,24 @@ def patch(monkeypatch, module):
         columns=lambda shape: number(shape, 1),
         zeros=jnp.zeros,
         zeros_per_row=lambda rows, dtype: jnp.zeros((rows,), dtype),
-        slice_of=Slice,
+        ds=Slice,
         along_rows=lambda x, count: jnp.broadcast_to(x[:, None], (*x.shape, count)),
         along_columns=lambda x, rows: jnp.broadcast_to(x[None], (rows, *x.shape)),
-        copy_in=_copy_in,
-        copy_out=_copy_out,
+        copy_gmem_to_smem=_copy_in,
+        copy_smem_to_gmem=_copy_out,
         multiply_all=_multiply_all,
-        computed=lambda x: x,
+        optimization_barrier=lambda x: x,
         when=when,
         loop=loop,
-        **dict.fromkeys(("load", "load_directly", "load_per_row", "load_per_column"), read),
-        **dict.fromkeys(("wait", "commit", "wait_for_copies_out"), ignored),
+        **dict.fromkeys(("load_tile", "load_gmem_tile", "load_per_row", "load_per_column"), read),
+        **dict.fromkeys(("barrier_wait", "commit_smem", "wait_smem_to_gmem"), ignored),
     )
-    monkeypatch.setattr(module, "pm", SimpleNamespace(**fake))
+    monkeypatch.setattr(module, "hp", SimpleNamespace(**fake))
     monkeypatch.setattr(module, "jax", loops_of_python())
     monkeypatch.setattr(module, "invert", _invert)
     monkeypatch.setattr(module, "keep_rows", _keep_rows)
     threads = threads_in_numpy.Threads()
-    threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [sums_mosaic, weights_mosaic])
+    threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), [sums_mosaic, weights_mosaic])
     for name in ("load_gates", "sum_log_decays", "scale_tokens"):
         monkeypatch.setattr(module, name, _threads_run(getattr(sums_mosaic, name)), raising=False)
     for name, function in (("find_norms", _find_norms), ("weigh", _weigh)):

@@ -15,15 +15,15 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernels.threads_in_numpy import THREADS, Ref, Threads, fake, install, value
+from kernels.threads_in_numpy import THREADS, Ref, Threads, fake, install
 
 from pallas_kernels.all_reduce.mailboxes import SIDES, WORD_BYTES
+from pallas_kernels.hopper import messages
 from pallas_kernels.product_chain import (
     Convolution,
     _convolution,
     _few_tokens,
     _fragments,
-    _messages,
     _over_devices,
     _residual_stream,
 )
@@ -79,19 +79,19 @@ class Programs(Threads):
         (number,) = set(place // DEVICE - 1)
         mailbox, words = self.mailboxes[number], place % DEVICE // 4
         self.wait(lambda: all((mailbox[words + n] == turn).all() for n in (1, 3)))
-        return [value(mailbox[words + n].view(np.float32)) for n in (0, 2)]
+        return [mailbox[words + n].view(np.float32) for n in (0, 2)]
 
-    def arrived(self, _asked, places, kind):
+    def poll(self, loaded, places, dtype):
         """Waits until none of the numbers is +0."""
 
         def read(place):
             ref, index, pack = place
             return ref.array[index[:, None] + np.arange(pack)]
 
-        asked = [(*place, pack) for place, pack in zip(places, _asked, strict=True)]
+        asked = [(*place, pack) for place, pack in zip(places, loaded, strict=True)]
         self.wait(lambda: all((read(place).view(np.int32) != 0).all() for place in asked))
-        found = [read(place).view(kind) for place in asked]
-        return [[value(numbers[:, n]) for n in range(numbers.shape[1])] for numbers in found]
+        found = [read(place).view(dtype) for place in asked]
+        return [list(numbers.T) for numbers in found]
 
     def store(self, place, numbers):
         """Sends numbers, +0 as -0. What is there already must be the same."""
@@ -107,23 +107,23 @@ class Programs(Threads):
 
 
 def _fake(programs):
-    """Returns what stands for `pm`, and the operations."""
+    """Returns what stands for the language, in a launch too."""
 
     def copy_in(source, target, _):
         assert source.shape == target.shape
         target.array[...] = source.array
 
     nothing = lambda *arguments, **options: None
-    pm, operations = fake(programs)
-    vars(pm).update(
+    hp = fake(programs)
+    vars(hp).update(
         WARPGROUP="warpgroup",
         axis_index=lambda name: jnp.int32(getattr(programs.local, name)),
-        slice_of=lambda start, size: slice(int(start), int(start) + size),
+        ds=lambda start, size: slice(int(start), int(start) + size),
         when=lambda condition: lambda body: body() if condition else None,
-        copy_in=copy_in,
-        **dict.fromkeys(("wait", "arrive", "set_max_registers", "finish_together"), nothing),
+        copy_gmem_to_smem=copy_in,
+        **dict.fromkeys(("barrier_wait", "barrier_arrive", "set_max_registers", "finish_together"), nothing),
     )
-    return pm, operations
+    return hp
 
 
 def run(monkeypatch, x, steps, residual, parts, number_of_programs):
@@ -155,15 +155,14 @@ def run_on_devices(monkeypatch, arguments, parts, number_of_programs, turn):
 def _in_numpy(monkeypatch, devices):
     """Lets the launch run in NumPy."""
     programs = Programs(devices)
-    pm, operations = _fake(programs)
-    install(monkeypatch, programs, pm, operations, _MODULES)
-    for name in ("listen", "tell_once"):
-        monkeypatch.setattr(_messages, name, lambda *_: None)
-    monkeypatch.setattr(_messages, "ask", lambda places, pack, _: [pack] * len(places))
-    monkeypatch.setattr(_messages, "arrived", programs.arrived)
-    monkeypatch.setattr(_messages, "store", programs.store)
-    monkeypatch.setattr(_over_devices, "send", programs.send_to_device)
-    monkeypatch.setattr(_over_devices, "receive", programs.receive_from_device)
+    install(monkeypatch, programs, _fake(programs), _MODULES)
+    for name in ("wait", "signal"):
+        monkeypatch.setattr(messages, name, lambda *_: None)
+    monkeypatch.setattr(messages, "load", lambda places, count, _: [count] * len(places))
+    monkeypatch.setattr(messages, "poll", programs.poll)
+    monkeypatch.setattr(messages, "store", programs.store)
+    monkeypatch.setattr(messages, "store_to_device", programs.send_to_device)
+    monkeypatch.setattr(messages, "poll_device", programs.receive_from_device)
     return programs
 
 

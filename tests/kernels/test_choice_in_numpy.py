@@ -1,78 +1,20 @@
-"""How product_chain's launch chooses experts, run in NumPy: a warp's lanes are the elements of arrays."""
-
-import contextlib
-import types
+"""How product_chain's launch chooses experts, run in NumPy."""
 
 import numpy as np
 import pytest
 from kernels.chain_in_numpy import choice
-from kernels.threads_in_numpy import sum_over
+from kernels.threads_in_numpy import Ref, Threads, fake, install
 
 from pallas_kernels.product_chain import Experts, _choice
 
 LANES = 32
 
 
-class Arithmetic:
-    """The operations of MLIR's `arith` that the choice uses."""
-
-    CmpIPredicate = types.SimpleNamespace(eq=np.equal, slt=np.less)
-    addi, addf = staticmethod(np.add), staticmethod(np.add)
-    subi, subf = staticmethod(np.subtract), staticmethod(np.subtract)
-    mulf, divf, negf = staticmethod(np.multiply), staticmethod(np.divide), staticmethod(np.negative)
-    andi, xori = staticmethod(np.bitwise_and), staticmethod(np.bitwise_xor)
-    maxsi, minsi = staticmethod(np.maximum), staticmethod(np.minimum)
-    cmpi = staticmethod(lambda predicate, x, y: predicate(x, y))
-    select = staticmethod(np.where)
-    constant = staticmethod(lambda kind, value: np.full(LANES, value, kind))
-    bitcast = staticmethod(lambda kind, x: x.view(kind))
-    index_cast = staticmethod(lambda kind, x: x.astype(kind))
-
-
 @pytest.fixture
 def in_numpy(monkeypatch):
-    """Replaces what writes instructions by what does the same to arrays of a warp's 32 numbers."""
-    written = [np.ones(LANES, bool)]
-
-    @contextlib.contextmanager
-    def only_if(condition):
-        written.append(condition)
-        yield
-        written.pop()
-
-    def store(value, ref, index):
-        lanes = np.flatnonzero(written[-1])
-        ref[index[0][lanes]] = value[lanes]
-
-    def load(ref, index):
-        inside = index[0] < len(ref)
-        return np.where(inside, ref[np.where(inside, index[0], 0)], np.nan).astype(ref.dtype)
-
-    def redux(text, constraints, kind, operands):
-        reduce = np.max if ".max." in text else np.min
-        return np.full(LANES, reduce(operands[0]), np.int32)
-
-    kinds = types.SimpleNamespace(
-        IntegerType=types.SimpleNamespace(get_signless=lambda bits: np.int32),
-        F32Type=types.SimpleNamespace(get=lambda: np.float32),
-        IndexType=types.SimpleNamespace(get=lambda: np.int64),
-    )
-    mosaic = types.SimpleNamespace(
-        inline=lambda body, *operands: body(None, *(ref for ref, _ in operands)),
-        thread_index=lambda: np.arange(LANES, dtype=np.int32),
-        constant=lambda number: np.full(LANES, number, np.int32),
-        assembly=redux,
-        sum_over=sum_over,
-        only_if=only_if,
-    )
-    for name, module in dict(
-        arith=Arithmetic,
-        ir=kinds,
-        math=types.SimpleNamespace(exp2=np.exp2),
-        memref=types.SimpleNamespace(load=load, store=store),
-        pm=mosaic,
-    ).items():
-        monkeypatch.setattr(_choice, name, module)
+    """Lets the choice run in NumPy."""
+    threads = Threads()
+    install(monkeypatch, threads, fake(threads), [_choice])
 
 
 def mixture(routed, top_k, shared=0, *, shared_gate=False, renormalise=True):
@@ -86,7 +28,7 @@ def chosen_of(logits, experts):
     """Returns the experts and their weights as the kernel writes them, in memory that held something else."""
     padded = np.concatenate([logits, np.full(-len(logits) % 128, -0.0, np.float32)])
     chosen, factors = np.full(LANES, -7, np.int32), np.full(LANES, np.nan, np.float32)
-    _choice.choose(padded, chosen, factors, experts)
+    _choice.choose(Ref(padded), Ref(chosen), Ref(factors), experts)
     assert (chosen[experts.chosen :] == -7).all()
     assert np.isnan(factors[experts.chosen :]).all()
     return chosen[: experts.chosen], factors[: experts.chosen]

@@ -23,7 +23,7 @@ from kernels.threads_in_numpy import Ref, fake, install
 from oracles.ops import causal_conv1d
 
 from pallas_kernels import UnsupportedError, causal_conv1d_update, product_chain
-from pallas_kernels.product_chain import Norm, _convolution, _messages
+from pallas_kernels.product_chain import Norm, _convolution
 from pallas_kernels.product_chain.cases import CASES, Case, Taps
 
 LAYER, PROGRAMS = 1, 132
@@ -243,7 +243,7 @@ def test_parts_are_needed(rng):
 def test_each_warp_of_a_program_of_one_token_convolves_a_result(rng, monkeypatch, width, activation, is_kept):
     """The code of single threads runs in NumPy, as it does for a block of four results."""
     programs, channels, first = threads_in_numpy.Threads(), 16, 8
-    install(monkeypatch, programs, *fake(programs), (_convolution, _messages))
+    install(monkeypatch, programs, fake(programs), [_convolution])
     drawn = lambda *shape: np.array(jnp.asarray(rng.normal(size=shape), jnp.bfloat16))
     pool, weight = drawn(2, 3, width, channels), drawn(width, channels)
     values, before = rng.normal(size=4).astype(np.float32), pool.copy()
@@ -254,7 +254,7 @@ def test_each_warp_of_a_program_of_one_token_convolves_a_result(rng, monkeypatch
     )
     step = _convolution.Convolved(*(Ref(np.asarray(array)) for array in arrays), activation)
     out = Ref(np.full(channels, np.nan, pool.dtype))
-    by_warp = threads_in_numpy.Held([threads_in_numpy.value(np.repeat(np.tile(values, 2), 32)[:, None])])
+    by_warp = threads_in_numpy.Held([np.repeat(np.tile(values, 2), 32)[:, None]])
     held = _convolution.load_by_warp(step, read, first)
     _convolution.store_by_warp(step, out, by_warp, held, write, first)
     inputs = np.concatenate([before[1, 2, 1:, 8:12], values[None].astype(pool.dtype)]).astype(np.float64)

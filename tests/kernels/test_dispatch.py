@@ -90,7 +90,7 @@ def hopper_without_mosaic_gpu(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
-    monkeypatch.setitem(sys.modules, "pallas_kernels._pallas_mosaic", None)
+    monkeypatch.setitem(sys.modules, "pallas_kernels.hopper", None)
 
 
 def kernels_of(heads, implementation):

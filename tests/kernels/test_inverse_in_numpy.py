@@ -1,4 +1,4 @@
-"""The inverse of the Mosaic GPU kernels, which is written in operations of MLIR, run in NumPy for all threads."""
+"""The inverse of the Mosaic GPU kernels, run in NumPy for all threads."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ def test_two_systems_are_inverted(rng, monkeypatch, count):
     below = np.where(np.tri(SIZE, k=-1), system, np.float32(np.nan))
     solution = Ref(tiled(np.full((2, count, SIZE, SIZE), np.nan, jnp.bfloat16)))
     threads = Threads()
-    threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [inverse_mosaic])
+    threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), [inverse_mosaic])
     inverse_mosaic.invert(Ref(tiled(below)), Ref(beta), solution)
 
     found = untiled(solution.array).astype(np.float64).swapaxes(-1, -2)

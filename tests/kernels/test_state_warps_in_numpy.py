@@ -1,4 +1,4 @@
-"""The kernels by Mosaic GPU that advance states token by token, which are written in operations of MLIR, run in NumPy."""
+"""The kernels by Mosaic GPU that advance states token by token, run in NumPy."""
 
 import itertools
 
@@ -14,10 +14,10 @@ from oracles.ops import gates
 from pallas_kernels.gated_delta_rule import _gate_code
 from pallas_kernels.gated_delta_rule import mosaic_gpu as delta_rule
 from pallas_kernels.gated_delta_rule._gate_code import Gate
+from pallas_kernels.hopper import state_warps
 from pallas_kernels.selective_state_update import mosaic_gpu as state_space
 
 LAYER = of_delta_rule.LAYER
-_state_warps = delta_rule._state_warps  # the shared body of both kernels
 # The number of columns, the dtypes of inputs and of states, and the window.
 NUMBERS = [
     (128, jnp.bfloat16, jnp.float32, 4),
@@ -32,18 +32,18 @@ NUMBERS = [
 def run(monkeypatch):
     """Returns a function that runs all programs: (recurrence, inputs, pool, rows, state_rows) -> outputs and pool."""
     threads = Threads()
-    pm, operations = fake(threads)
-    install(monkeypatch, threads, pm, operations, (_state_warps, delta_rule, _gate_code, state_space))
-    pm.computed = lambda x: x
+    hp = fake(threads)
+    install(monkeypatch, threads, hp, (state_warps, delta_rule, _gate_code, state_space))
+    hp.optimization_barrier = lambda x: x
     place = {}
-    pm.axis_index = lambda axis: place[axis]
+    hp.axis_index = lambda axis: place[axis]
 
     def run(recurrence, inputs, pool, rows, state_rows=None):
         dtype, tokens = next(iter(inputs.values())).dtype, next(iter(inputs.values())).shape[0]
         given, pool = [Ref(np.array(x)) for x in inputs.values()], Ref(np.array(pool))
         starts, read, write = map(np.asarray, rows)
         heads, rows_of_head, _ = head = pool.shape[2:]
-        state_rows = state_rows or _state_warps.state_rows_of_warp(*write.shape, head, pool.dtype.itemsize)
+        state_rows = state_rows or state_warps.state_rows_of_warp(*write.shape, head, pool.dtype.itemsize)
         out = Ref(np.full((tokens, heads, rows_of_head), np.nan, dtype))
         for row, head, part in itertools.product(
             range(len(read)), range(heads), range(rows_of_head // 4 // state_rows)
@@ -51,7 +51,7 @@ def run(monkeypatch):
             place.update(row=row, head=head, part=part)
             numbers = np.array([LAYER]), starts, read, Ref(write)
             options = dict(names=list(inputs), state_rows=state_rows, recurrence=recurrence)
-            _state_warps.kernel(*numbers, pool, *given, out, **options)
+            state_warps.kernel(*numbers, pool, *given, out, **options)
         return jnp.asarray(out.array), jnp.asarray(pool.array)
 
     return run

@@ -1,4 +1,4 @@
-"""The sums of log decays of the Mosaic GPU kernels, written in operations of MLIR, run in NumPy for all threads."""
+"""The sums of log decays of the Mosaic GPU kernels, run in NumPy for all threads."""
 
 from types import SimpleNamespace
 
@@ -9,16 +9,16 @@ from kernels.threads_in_numpy import Ref, Threads
 
 from pallas_kernels.gated_delta_rule.prefill import sums_mosaic
 from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
+from pallas_kernels.hopper import control
 
 
 @pytest.mark.parametrize("warpgroup", [0, 1, 2])
 def test_threads_are_counted_within_their_warpgroup(monkeypatch, warpgroup):
     """Code of single threads may run in any of a program's warpgroups, here and in all other Mosaic GPU kernels."""
-    pm, threads = sums_mosaic.pm, np.arange(128)
-    monkeypatch.setattr(pm, "mosaic", SimpleNamespace(thread_idx=lambda: 128 * warpgroup + threads))
-    monkeypatch.setattr(pm, "arith", SimpleNamespace(andi=np.bitwise_and))
-    monkeypatch.setattr(pm, "constant", int)
-    np.testing.assert_array_equal(pm.thread_index(), threads)
+    threads = np.arange(128)
+    monkeypatch.setattr(control, "mosaic", SimpleNamespace(thread_idx=lambda: 128 * warpgroup + threads))
+    monkeypatch.setattr(control, "Register", np.asarray)
+    np.testing.assert_array_equal(control.thread_index(), threads)
 
 
 @pytest.mark.parametrize("count", [1, 31, 33, 64])
@@ -31,7 +31,7 @@ def test_sums_of_log_decays_are_those_of_float64(rng, monkeypatch, scale, count)
     empty = lambda *shape: Ref(np.full(shape, np.nan, np.float32))
     per_row, per_column, scales = empty(2, len(Factors()), SIZE), empty(2, 2, SIZE), empty(2, 4, SIZE)
     threads, norms = Threads(), Ref(rng.uniform(1, 2, size=(2, SIZE)).astype(np.float32))
-    threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [sums_mosaic])
+    threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), [sums_mosaic])
     gates = sums_mosaic.load_gates(Ref(g), Ref(beta), start, count, heads)
     sums_mosaic.sum_log_decays(*gates, per_row, per_column, empty(3, 4))
     sums_mosaic.scale_tokens(per_row, norms, scales)

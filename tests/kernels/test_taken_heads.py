@@ -199,7 +199,7 @@ def wait_for_copies_out(*_, **__):
     leaving.clear()
 
 
-def fake_pm(programs):
+def fake_language(programs):
     nothing = lambda *_, **__: None
 
     def arrive(barrier):
@@ -226,20 +226,20 @@ def fake_pm(programs):
     return SimpleNamespace(
         WARPGROUP="warpgroup",
         axis_index=lambda _: threading.current_thread().warpgroup,
-        wait=lambda barrier: barrier.wait(),
-        arrive=arrive,
-        copy_in=copy_in,
-        copy_out=lambda place, _: leave(programs[threading.current_thread().program], place),
+        barrier_wait=lambda barrier: barrier.wait(),
+        barrier_arrive=arrive,
+        copy_gmem_to_smem=copy_in,
+        copy_smem_to_gmem=lambda place, _: leave(programs[threading.current_thread().program], place),
         multiply_all=lambda shape, sums, meanwhile=lambda: (): [*(MagicMock() for _ in sums), *meanwhile()],
-        slice_of=Slice,
+        ds=Slice,
         when=when,
         loop=loop,
-        load=load,
+        load_tile=load,
         store_tiles=store_tiles,
         zeros=lambda *_: NOTHING,
-        wait_for_copies_out=wait_for_copies_out,
+        wait_smem_to_gmem=wait_for_copies_out,
         finish_together=finish_together,
-        **dict.fromkeys(("set_max_registers", "commit"), nothing),
+        **dict.fromkeys(("set_max_registers", "commit_smem"), nothing),
     )
 
 
@@ -268,7 +268,9 @@ def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
 
     programs = [Program(lengths) for _ in range(PROGRAMS)]
     by_refs = {id(program.refs): program for program in programs}
-    fakes = dict(pm=fake_pm(programs), jax=loops_of_python(), take_next=take_next, tell=tell, load_values=MagicMock())
+    fakes = dict(
+        hp=fake_language(programs), jax=loops_of_python(), take_next=take_next, tell=tell, load_values=MagicMock()
+    )
     fakes |= dict(Head=lambda refs, _, row, head, *__: Head(by_refs[id(refs)], row, head))
     fakes |= dict(PrefillRow=rows_of(lengths), store_values=store_values)
     for name, fake in fakes.items():

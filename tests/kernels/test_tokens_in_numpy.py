@@ -1,26 +1,23 @@
 """Tiles of tokens that are not full, which threads clear and store on Hopper GPUs, run in NumPy."""
 
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels import threads_in_numpy
 from kernels.threads_in_numpy import Ref, Threads, tiled, untiled
 
-from pallas_kernels.gated_delta_rule.prefill import carry_mosaic
+from pallas_kernels.hopper import partial_tiles
 
-tokens_of_tiles = sys.modules[carry_mosaic.keep_rows.__module__]
 COUNTS = [0, 1, 5, 16, 31, 63]
 
 
 @pytest.fixture(autouse=True)
 def in_numpy(monkeypatch):
     threads = Threads()
-    pm, operations = threads_in_numpy.fake(threads)
-    pm.when = lambda condition: lambda body: body() if condition else None
-    pm.copy_out = lambda source, target: pytest.fail("a tile that is not full leaves in no copy")
-    threads_in_numpy.install(monkeypatch, threads, pm, operations, [tokens_of_tiles])
+    hp = threads_in_numpy.fake(threads)
+    hp.when = lambda condition: lambda body: body() if condition else None
+    hp.copy_smem_to_gmem = lambda source, target: pytest.fail("a tile that is not full leaves in no copy")
+    threads_in_numpy.install(monkeypatch, threads, hp, [partial_tiles])
 
 
 def numbers(rng, shape, dtype):
@@ -33,14 +30,14 @@ def numbers(rng, shape, dtype):
 def test_tokens_are_kept_and_others_become_zero(rng, tokens, dtype, count):
     tile = numbers(rng, (tokens, 64), dtype)
     pieces = tiled(tile)
-    tokens_of_tiles.keep_rows(Ref(pieces), count)
+    partial_tiles.keep_rows(Ref(pieces), count)
     np.testing.assert_array_equal(untiled(pieces), np.where(np.arange(tokens)[:, None] < count, tile, 0))
 
 
 def test_other_columns_stay_as_they_are(rng):
     tile = numbers(rng, (64, 192), jnp.bfloat16)
     pieces = tiled(tile)
-    tokens_of_tiles.keep_rows(Ref(pieces[:, 1:2]), 20)
+    partial_tiles.keep_rows(Ref(pieces[:, 1:2]), 20)
     tile[20:, 64:128] = 0
     np.testing.assert_array_equal(untiled(pieces), tile)
 
@@ -51,7 +48,7 @@ def test_the_first_tokens_are_stored(rng, count):
     wanted = target.copy()
     wanted[:count, 1] = tile[:count]
     source = tiled(tile).swapaxes(1, 2).reshape(64, 1, 1, 64)  # pieces of one row each, at the same places
-    tokens_of_tiles.store_rows(Ref(source), count, Ref(target[:, 1]))
+    partial_tiles.store_rows(Ref(source), count, Ref(target[:, 1]))
     np.testing.assert_array_equal(target, wanted)
 
 
@@ -60,5 +57,5 @@ def test_the_first_rows_are_cleared(rng, count):
     target = numbers(rng, (64, 3, 64), jnp.bfloat16)
     wanted = target.copy()
     wanted[:count, 1] = 0
-    tokens_of_tiles.clear_rows(Ref(target[:, 1]), count)
+    partial_tiles.clear_rows(Ref(target[:, 1]), count)
     np.testing.assert_array_equal(target, wanted)

@@ -12,14 +12,14 @@ from pallas_kernels.gated_delta_rule.prefill import carry_mosaic
 @pytest.fixture(autouse=True)
 def in_numpy(monkeypatch):
     threads = Threads()
-    threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [carry_mosaic])
+    threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), [carry_mosaic])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_values_are_transposed(rng, dtype):
     values = rng.normal(size=(64, 64)).astype(dtype)
     found, wanted = carry_mosaic.load_values(Ref(tiled(values))), held_tile(values.T)
-    for x, y in zip(found.registers.flat, wanted.registers.flat, strict=True):
+    for x, y in zip(found.registers, wanted.registers, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule._gate_code import Gate
@@ -76,27 +76,27 @@ def _kernel(
     Barriers tell when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values are multiplied
     in `count` pieces of bfloat16.
     """
-    row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
+    row, head, part = (hp.axis_index(axis) for axis in ("row", "head", "part"))
     rows, (value_dim, key_dim), length = slots.shape[0], pool.shape[3:], ring_u.shape[3] // 2
     value_heads, key_heads = pool.shape[2], ring_k.shape[2]
     vectors, places = x_tile.shape[0], fold_tile.shape[0]
     at = Factors.of(vectors, places)
-    tile = pm.SWIZZLE // pool.dtype.itemsize  # keys in a step of a product
-    tiles = [pm.slice_of(first, tile) for first in range(0, key_dim, tile)]
+    tile = hp.SWIZZLE // pool.dtype.itemsize  # keys in a step of a product
+    tiles = [hp.ds(first, tile) for first in range(0, key_dim, tile)]
     start, end, total = query_start_loc[row], query_start_loc[row + 1], query_start_loc[rows]
     layer, slot, base, position = layer_of[0], slots[row], bases[row], positions[row]
     read, fold_to = read_blocks[row], fold_blocks[row]
     # All numbers are loaded at once. The compiler would load some of them only when it knows others.
-    start, end, total, layer, slot, base, position, read, fold_to = pm.computed(
+    start, end, total, layer, slot, base, position, read, fold_to = hp.optimization_barrier(
         (start, end, total, layer, slot, base, position, read, fold_to)
     )
     tokens = end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
-    dims = pm.slice_of(part * _VALUES, _VALUES)
+    dims = hp.ds(part * _VALUES, _VALUES)
     key_head, key_channels = jax.lax.div(head, jnp.int32(value_heads // key_heads)), key_heads * key_dim
     folds = jnp.maximum(position, position + tokens - 1) >= boundary
-    place, vector = pm.columns((_VALUES, places)), pm.columns((_VALUES, vectors))
+    place, vector = hp.columns((_VALUES, places)), hp.columns((_VALUES, vectors))
 
     def place_of(position):
         return jax.lax.rem(position, jnp.int32(2 * length))
@@ -104,38 +104,40 @@ def _kernel(
     def fetch():
         """Starts the copies of what the program reads."""
 
-        @pm.when(read != NULL_BLOCK)
+        @hp.when(read != NULL_BLOCK)
         def _():
             for n, keys in enumerate(tiles):
-                pm.copy_in(pool.at[layer, read, head, dims, keys], state_tiles.at[n], state_loaded.at[n])
+                hp.copy_gmem_to_smem(pool.at[layer, read, head, dims, keys], state_tiles.at[n], state_loaded.at[n])
 
-        @pm.when(read == NULL_BLOCK)
+        @hp.when(read == NULL_BLOCK)
         def _():
             for n in range(len(tiles)):
-                state_tiles[n] = pm.zeros((_VALUES, tile), pool.dtype)
-            pm.commit()
+                state_tiles[n] = hp.zeros((_VALUES, tile), pool.dtype)
+            hp.commit_smem()
             for n in range(len(tiles)):
-                pm.arrive(state_loaded.at[n])
+                hp.barrier_arrive(state_loaded.at[n])
 
         channel = 2 * key_channels + head * value_dim + part * _VALUES
         # The copy has a fixed size. What it brings from after the row's end is not used.
-        pm.copy_in(qkv.at[pm.slice_of(start, vectors // 2), pm.slice_of(channel, _VALUES)], v_tile, loaded)
+        hp.copy_gmem_to_smem(qkv.at[hp.ds(start, vectors // 2), hp.ds(channel, _VALUES)], v_tile, loaded)
         for n, first in enumerate((first_group, boundary)):
             for place in range(0, length, _TOGETHER):
                 fetch_corrections(n, first, place)
 
     def fetch_corrections(n, first, place):
         """Starts the copy of some of a group's corrections, if any of them are those of entries."""
-        some = pm.slice_of(place, _TOGETHER)
-        entries = pm.slice_of(place_of(first) + place, _TOGETHER)
+        some = hp.ds(place, _TOGETHER)
+        entries = hp.ds(place_of(first) + place, _TOGETHER)
         is_needed = first + place < position
-        pm.when(is_needed)(lambda: pm.copy_in(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n, some], loaded))
-        pm.when(jnp.logical_not(is_needed))(lambda: pm.arrive(loaded))
+        hp.when(is_needed)(
+            lambda: hp.copy_gmem_to_smem(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n, some], loaded)
+        )
+        hp.when(jnp.logical_not(is_needed))(lambda: hp.barrier_arrive(loaded))
 
     def compute_weights(n, first, low):
         """Computes what the values are multiplied by in a group."""
-        here = pm.slice_of(head, 1)
-        queries, keys = (qkv.at[:, pm.slice_of(channel + key_head * key_dim, key_dim)] for channel in (0, key_channels))
+        here = hp.ds(head, 1)
+        queries, keys = (qkv.at[:, hp.ds(channel + key_head * key_dim, key_dim)] for channel in (0, key_channels))
         inputs = Inputs(
             queries, keys, a.at[:, head], b.at[:, head], A_log.at[here], dt_bias.at[here], ring_k.at[layer, slot, key_head],
             ring_g.at[layer, slot, head],
@@ -143,7 +145,7 @@ def _kernel(
         group = Group(first, low, place_of(first), start, tokens, position)
         is_first = part == 0
         keeps_keys = is_first & (jax.lax.rem(head, jnp.int32(value_heads // key_heads)) == 0)
-        results = Results(x_tile, weight_tile, factor_tile, fold_tile, 2 * pm.SWIZZLE // pool.dtype.itemsize)
+        results = Results(x_tile, weight_tile, factor_tile, fold_tile, 2 * hp.SWIZZLE // pool.dtype.itemsize)
         store_weights(n, inputs, group, gate, results, folds, keeps_keys, is_first)
 
     def operands(state):
@@ -157,27 +159,27 @@ def _kernel(
 
         def step(n, keys):
             if is_on_its_way:
-                pm.wait(state_loaded.at[n])
-            return operands(pm.load(state_tiles.at[n])), x_tile.at[:, keys].T
+                hp.barrier_wait(state_loaded.at[n])
+            return operands(hp.load_tile(state_tiles.at[n])), x_tile.at[:, keys].T
 
         steps = [functools.partial(step, n, keys) for n, keys in enumerate(tiles)]
-        return pm.multiply((_VALUES, vectors), steps)
+        return hp.multiply((_VALUES, vectors), steps)
 
     def corrections(n, first, low, high):
         """Returns the corrections [values, places] of the positions low .. high - 1 of a group, and 0 elsewhere."""
-        u = pm.load_transposed(u_tiles.at[n]).astype(jnp.float32)
+        u = hp.load_transposed(u_tiles.at[n]).astype(jnp.float32)
         return jnp.where((first + place >= low) & (first + place < high), u, 0.0)
 
     def run_tokens(n, first, u):
         """Runs the tokens in the group that starts at `first`. Returns the group's corrections."""
-        of_state = factor_tile.at[pm.slice_of(at.of_state + n * vectors, vectors)]
-        of_state = pm.along_columns(pm.load_per_column(of_state), _VALUES)
+        of_state = factor_tile.at[hp.ds(at.of_state + n * vectors, vectors)]
+        of_state = hp.along_columns(hp.load_per_column(of_state), _VALUES)
         from_state = of_state * times_vectors(is_on_its_way=n == 0)
 
         def of_vector(index):
             """Returns what the state and the corrections give for a vector, [values]."""
             own = jnp.sum(jnp.where(vector == index, from_state, 0.0), axis=1)
-            weights = pm.along_columns(pm.load_per_column(weight_tile.at[n, index]), _VALUES)
+            weights = hp.along_columns(hp.load_per_column(weight_tile.at[n, index]), _VALUES)
             return own + jnp.sum(u * weights, axis=1)
 
         def place_and_lives(token):
@@ -186,73 +188,73 @@ def _kernel(
 
         for token in range(max_query_tokens):
             here, lives = place_and_lives(token)
-            v = pm.load_per_row(v_tile.at[token]).astype(jnp.float32)
+            v = hp.load_per_row(v_tile.at[token]).astype(jnp.float32)
             new = (factor_tile[at.of_key + n * vectors + token] * (v - of_vector(token))).astype(ring_u.dtype)
-            u = jnp.where(place == jnp.where(lives, here, -1), pm.along_rows(new.astype(jnp.float32), places), u)
+            u = jnp.where(place == jnp.where(lives, here, -1), hp.along_rows(new.astype(jnp.float32), places), u)
             answer = of_vector(vectors // 2 + token).astype(out.dtype)
 
-            @pm.when(lives)
+            @hp.when(lives)
             def _(here=here, token=token, new=new, answer=answer):
-                pm.store_directly(ring_u.at[layer, slot, head, place_of(first) + here, dims], new)
-                pm.store_directly(out.at[start + token, head, dims], answer)
+                hp.store_gmem(ring_u.at[layer, slot, head, place_of(first) + here, dims], new)
+                hp.store_gmem(out.at[start + token, head, dims], answer)
 
         return u
 
     def fold(u):
         """Replaces the state in shared memory by the one at the end of the first group."""
-        weight = factor_tile.at[pm.slice_of(at.fold, places)]
-        weighted = u * pm.along_columns(pm.load_per_column(weight), _VALUES)
+        weight = factor_tile.at[hp.ds(at.fold, places)]
+        weighted = u * hp.along_columns(hp.load_per_column(weight), _VALUES)
         left, decay = pieces(weighted, count)[::-1], factor_tile[at.decay]
         for n, keys in enumerate(tiles):
-            added = pm.multiply((_VALUES, tile), [lambda keys=keys: (left, fold_tile.at[:, keys])])
-            state_tiles[n] = (decay * pm.load(state_tiles.at[n]).astype(jnp.float32) + added).astype(pool.dtype)
-        pm.commit()
+            added = hp.multiply((_VALUES, tile), [lambda keys=keys: (left, fold_tile.at[:, keys])])
+            state_tiles[n] = (decay * hp.load_tile(state_tiles.at[n]).astype(jnp.float32) + added).astype(pool.dtype)
+        hp.commit_smem()
 
-    @pm.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
+    @hp.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
     def _():
         fetch()
         compute_weights(0, first_group, base)
         # The next group's weights are computed now, too, because nothing else runs while the state is on its way.
         reaches_next = position + tokens > boundary
-        pm.when(reaches_next)(lambda: compute_weights(1, boundary, boundary))
-        pm.wait(loaded)
+        hp.when(reaches_next)(lambda: compute_weights(1, boundary, boundary))
+        hp.barrier_wait(loaded)
         old = corrections(0, first_group, base, position)
 
         def wait_for_state():
             for n in range(len(tiles)):
-                pm.wait(state_loaded.at[n])
+                hp.barrier_wait(state_loaded.at[n])
             return old
 
         u = jax.lax.cond(position < boundary, lambda: run_tokens(0, first_group, old), wait_for_state)
 
-        @pm.when(folds)
+        @hp.when(folds)
         def _():
             fold(u)
 
-            @pm.when((position >= boundary) & (fold_to != NULL_BLOCK))
+            @hp.when((position >= boundary) & (fold_to != NULL_BLOCK))
             def _():
                 for n, keys in enumerate(tiles):
-                    pm.copy_out(state_tiles.at[n], pool.at[layer, fold_to, head, dims, keys])
+                    hp.copy_smem_to_gmem(state_tiles.at[n], pool.at[layer, fold_to, head, dims, keys])
 
-            @pm.when(reaches_next)
+            @hp.when(reaches_next)
             def _():
                 run_tokens(1, boundary, corrections(1, boundary, boundary, position))
 
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
 
     shares = jax.lax.div(jnp.maximum(qkv.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
 
-    @pm.when(shares > 0)
+    @hp.when(shares > 0)
     def _():
-        v_tile[0] = pm.zeros_per_row(_VALUES, out.dtype)
-        pm.commit()
+        v_tile[0] = hp.zeros_per_row(_VALUES, out.dtype)
+        hp.commit_smem()
 
         def clear(n, _):
             """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
-            pm.copy_out(v_tile.at[0], out.at[total + row + n * rows, head, dims])
+            hp.copy_smem_to_gmem(v_tile.at[0], out.at[total + row + n * rows, head, dims])
 
         jax.lax.fori_loop(0, shares, clear, None)
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def gated_delta_rule_deferred(
@@ -282,26 +284,26 @@ def gated_delta_rule_deferred(
     value_heads, value_dim, key_dim = pool.shape[2:]
     vectors, places = sizes(max_query_tokens, ring_k.shape[3] // 2)
     updated = [jax.new_ref(x) for x in (pool, ring_k, ring_u, ring_g)]
-    count, tile = 3 if pool.dtype == jnp.float32 else 2, pm.SWIZZLE // pool.dtype.itemsize
+    count, tile = 3 if pool.dtype == jnp.float32 else 2, hp.SWIZZLE // pool.dtype.itemsize
     options = dict(max_query_tokens=max_query_tokens, count=count)
-    out = pm.kernel(
+    out = hp.kernel(
         functools.partial(_kernel, **options, gate=Gate(**gate, scale=scale, use_qk_l2norm=use_qk_l2norm)),
         out_type=jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype),
         grid=(slot.shape[0], value_heads, value_dim // _VALUES),
         grid_names=("row", "head", "part"),
         scratch_types=[
-            pm.tiled(key_dim // tile, _VALUES, tile, dtype=pool.dtype),
+            hp.tiled(key_dim // tile, _VALUES, tile, dtype=pool.dtype),
             # A step of a product has as many keys as a row of a state's tile.
-            pm.tiled(vectors, key_dim, dtype=qkv.dtype, swizzle=2 * pm.SWIZZLE // pool.dtype.itemsize),
-            pm.shared((2, places, _VALUES), ring_u.dtype),
-            pm.tiled(places, key_dim, dtype=qkv.dtype, swizzle=2 * places),
-            pm.shared((vectors // 2, _VALUES), qkv.dtype),
-            pm.shared((2, vectors, places), jnp.float32),
-            pm.shared((Factors.of(vectors, places).size,), jnp.float32),
+            hp.tiled(vectors, key_dim, dtype=qkv.dtype, swizzle=2 * hp.SWIZZLE // pool.dtype.itemsize),
+            hp.SMEM((2, places, _VALUES), ring_u.dtype),
+            hp.tiled(places, key_dim, dtype=qkv.dtype, swizzle=2 * places),
+            hp.SMEM((vectors // 2, _VALUES), qkv.dtype),
+            hp.SMEM((2, vectors, places), jnp.float32),
+            hp.SMEM((Factors.of(vectors, places).size,), jnp.float32),
             # Values, and the corrections of two groups.
-            pm.Barrier(num_arrivals=1 + 2 * places // _TOGETHER),
+            hp.Barrier(num_arrivals=1 + 2 * places // _TOGETHER),
             # Each step of a product waits for its own part of the state.
-            pm.Barrier(num_barriers=key_dim // tile),
+            hp.Barrier(num_barriers=key_dim // tile),
         ],
         kernel_name="gated_delta_rule_deferred",
     )(

@@ -7,12 +7,13 @@ tokens come with a call.
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
+import jax.numpy as jnp
+
+from pallas_kernels import hopper as hp
 from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
@@ -113,17 +114,17 @@ def store_weights(
     )
     numbers = *group, *(flag.astype("int32") for flag in (folds, keeps_keys, keeps_decays))
 
-    def body(_: Any, *given: Any) -> None:
+    def body(*given: Any) -> None:
         refs, given = Inputs(*given[: len(inputs)]), given[len(inputs) :]
         x, weight, factors, fold, *rest = given
         tiles = Results(x, weight, factors, fold, results.row_bytes)
         _Threads(refs, tiles, Group(*rest[: len(group)]), *rest[len(group) :], **options).run()
 
-    tiled = lambda ref, row_bytes: (ref, pm.tiling(ref.dtype, swizzle=row_bytes))
+    tiled = lambda ref, row_bytes: (ref, hp.tiling(ref.dtype, swizzle=row_bytes))
     tiles = [tiled(results.x, results.row_bytes), (results.weight, ()), (results.factors, ())]
     tiles += [tiled(results.fold, 2 * places)]
-    pm.inline(body, *((ref, ()) for ref in inputs), *tiles, *numbers)
-    pm.commit()
+    hp.inline(body, *((ref, ()) for ref in inputs), *tiles, *numbers)
+    hp.commit_smem()
 
 
 class _Threads:
@@ -137,27 +138,27 @@ class _Threads:
         self.folds, self.keeps_keys, self.keeps_decays = folds, keeps_keys, keeps_decays
         self.number, self.length, self.pieces = number, length, key_dim // _PIECE
         self.vectors, self.places, self.last = vectors, places, tokens - 1
-        self.kind = ir.MemRefType(inputs.keys.type).element_type
-        lane, self.warp = code.lane_and_warp(pm.thread_index())
-        self.row, self.quarter = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
-        self.column = code.scaled(self.quarter, 8)
-        self.lane = arith.andi(lane, pm.constant(places - 1))
+        self.kind = inputs.keys.dtype
+        lane, self.warp = hp.lane_and_warp(hp.thread_index())
+        self.row, self.quarter = lane >> 2, lane & 3
+        self.column = self.quarter * 8
+        self.lane = lane & (places - 1)
 
     def run(self) -> None:
         """Runs the warps that have places."""
-        with pm.only_if(code.is_less(self.warp, self.places // _ROWS)):
-            place = code.total(code.scaled(self.warp, _ROWS), self.row)
+        with hp.predicated(self.warp < self.places // _ROWS):
+            place = self.warp * _ROWS + self.row
             # All loads come first, so that they wait for the memory together.
             keys, exists = self.keys_of(place), self.exists(place)
             firsts = range(0, self.vectors // 2, _ROWS)
             tiles = [self.vectors_of(first) for first in firsts]
-            betas = [code.load_number(self.inputs.b, self.token_of(first)) for first in firsts]
+            betas = [self.inputs.b[self.token_of(first)].astype(jnp.float32) for first in firsts]
             raw, stored, rate, bias = self.load_decay()
             # Vectors are used and stored before anything else, so that their registers are free again.
             products = [self.products(tile, keys) for tile in tiles]
             factors = [(self.factor(key, 1.0), self.factor(query, self.gate.scale)) for key, query in tiles]
             if self.number == 0:
-                with pm.only_if(_is_set(self.folds)):
+                with hp.predicated(_is_set(self.folds)):
                     self.store_row(self.results.fold, 2 * self.places, place, keys, exists)
             for first, tile in zip(firsts, tiles, strict=True):
                 self.store_vectors(first, *tile)
@@ -170,100 +171,100 @@ class _Threads:
     def exists(self, place: Any) -> Any:
         """Whether there is an entry of a place, of the ring or of the call."""
         group = self.group
-        return code.is_between(code.total(group.first, place), group.low, code.total(group.position, group.count))
+        return hp.is_between(group.first + place, group.low, group.position + group.count)
 
     def is_new(self, place: Any) -> Any:
         """Whether the entry of a place is that of one of the row's tokens."""
         group = self.group
-        return code.is_between(code.total(group.first, place), group.position, code.total(group.position, group.count))
+        return hp.is_between(group.first + place, group.position, group.position + group.count)
 
     def token_at(self, place: Any) -> Any:
         """The token of the call that has a place, or any token if there is none."""
         group = self.group
-        token = arith.subi(code.total(group.start, group.first, place), group.position)
-        return code.clamped(token, pm.constant(0), pm.constant(self.last))
+        token = group.start + group.first + place - group.position
+        return hp.clamp(token, 0, self.last)
 
     def token_of(self, first: int) -> Any:
         """The token of the call that this lane has of a tile, or any token if there is none."""
-        token = code.total(self.group.start, self.row, pm.constant(first))
-        return arith.minsi(token, pm.constant(self.last))
+        token = hp.add(self.group.start, self.row, first)
+        return hp.minimum(token, self.last)
 
     def keys_of(self, place: Any) -> list[list[Any]]:
         """Loads this lane's part of the key of a place. It is anything if there is no entry."""
         group = self.group
-        is_old = arith.cmpi(arith.CmpIPredicate.slt, code.total(group.first, place), group.position)
-        in_ring = self.address(self.inputs.ring_k, code.total(group.place, place))
-        at = code.either(is_old, in_ring, self.address(self.inputs.keys, self.token_at(place)))
-        return [code.load_words(at, 2 * _PIECE * piece) for piece in range(self.pieces)]
+        is_old = group.first + place < group.position
+        in_ring = self.address(self.inputs.ring_k, group.place + place)
+        at = hp.select(is_old, in_ring, self.address(self.inputs.keys, self.token_at(place)))
+        return [hp.load_words(at, 2 * _PIECE * piece) for piece in range(self.pieces)]
 
     def vectors_of(self, first: int) -> tuple[list[list[Any]], list[list[Any]]]:
         """Loads this lane's part of its token's key and query."""
         at = [self.address(ref, self.token_of(first)) for ref in (self.inputs.keys, self.inputs.queries)]
-        key, query = ([code.load_words(one, 2 * _PIECE * piece) for piece in range(self.pieces)] for one in at)
+        key, query = ([hp.load_words(one, 2 * _PIECE * piece) for piece in range(self.pieces)] for one in at)
         return key, query
 
     def address(self, ref: Any, row: Any) -> Any:
         """The address of this lane's first numbers in a row of an array [rows, key_dim], or of a part of a wider one."""
-        return pm.address_in_row(ref, row, self.column)
+        return hp.row_address(ref, row, self.column)
 
     def load_decay(self) -> tuple[Any, Any, Any, Any]:
         """Loads what the log decay of the place that has the lane's number is computed from, and the one in the ring."""
-        inputs, zero = self.inputs, pm.constant(0)
-        at = self.token_at(self.lane), code.total(self.group.place, self.lane), zero, zero
+        inputs, zero = self.inputs, hp.i32(0)
+        at = self.token_at(self.lane), self.group.place + self.lane, zero, zero
         refs = inputs.a, inputs.ring_g, inputs.A_log, inputs.dt_bias
-        raw, stored, rate, bias = (code.load_number(ref, index) for ref, index in zip(refs, at, strict=True))
+        raw, stored, rate, bias = (ref[index].astype(jnp.float32) for ref, index in zip(refs, at, strict=True))
         return raw, stored, rate, bias
 
     def log_decays(self, raw: Any, stored: Any, rate: Any, bias: Any) -> list[Any]:
         """Returns the log decays of all places, 0 for those without an entry. New ones are stored in the ring."""
         decay = self.gate.log_decay(raw, rate, bias)
         is_new, exists = self.is_new(self.lane), self.exists(self.lane)
-        with pm.only_if(_all(is_new, _is_set(self.keeps_decays), code.is_less(self.warp, 1))):
-            memref.store(decay, self.inputs.ring_g, [code.index(code.total(self.group.place, self.lane))])
-        found = code.either(is_new, decay, code.either(exists, stored, code.number(0.0)))
-        return [pm.from_lane(found, place) for place in range(self.length)]
+        with hp.predicated(_all(is_new, _is_set(self.keeps_decays), self.warp < 1)):
+            self.inputs.ring_g[self.group.place + self.lane] = decay
+        found = hp.select(is_new, decay, hp.select(exists, stored, 0.0))
+        return [hp.shfl_idx(found, place) for place in range(self.length)]
 
     def products(self, tile: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
         """Multiplies the keys and queries of up to eight tokens with the keys of the warp's places: see `multiply_tile`."""
-        sums = [code.number(0.0)] * 4
+        sums = [hp.f32(0.0)] * 4
         for key, query, right in zip(*tile, keys, strict=True):
             for turn in (0, 2):
                 left = [words[turn + n] for n in range(2) for words in (key, query)]
-                sums = code.multiply_tile(sums, left, right[turn : turn + 2], self.kind)
+                sums = hp.mma(sums, left, right[turn : turn + 2], self.kind)
         return sums
 
     def factor(self, words: Sequence[Sequence[Any]], factor: float) -> Any:
         """Returns the factor of a vector, whose parts four lanes have."""
         if not self.gate.use_qk_l2norm:
-            return code.number(factor)
-        wide = [code.wide(code.numbers(part, self.kind)) for part in words]
-        squares = code.added([arith.mulf(each, each) for each in wide])
-        total = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, squares)
-        total = pm.sum_over(total, (1, 2))
-        return arith.mulf(math.rsqrt(arith.addf(total, code.number(L2_EPSILON))), code.number(factor))
+            return hp.f32(factor)
+        wide = [hp.numbers(part, self.kind).astype(jnp.float32) for part in words]
+        squares = hp.add(*[each * each for each in wide])
+        total = hp.reduce_add(squares)
+        total = hp.sum_over_lanes(total, (1, 2))
+        return hp.rsqrt(total + L2_EPSILON) * factor
 
     def store_fold(self, decays: Sequence[Any]) -> None:
         """Stores the factors of a fold of the group."""
-        at, zero = Factors.of(self.vectors, self.places), code.number(0.0)
-        after = [code.either(_is_above(other, self.lane), decay, zero) for other, decay in enumerate(decays)]
-        memref.store(math.exp(code.added(after)), self.results.factors, [_offset(self.lane, at.fold)])
-        memref.store(math.exp(code.added(decays)), self.results.factors, [_offset(pm.constant(0), at.decay)])
+        at, zero = Factors.of(self.vectors, self.places), hp.f32(0.0)
+        after = [hp.select(_is_above(other, self.lane), decay, zero) for other, decay in enumerate(decays)]
+        self.results.factors[_offset(self.lane, at.fold)] = hp.exp(hp.add(*after))
+        self.results.factors[_offset(hp.i32(0), at.decay)] = hp.exp(hp.add(*decays))
 
     def store_vectors(self, first: int, key: Sequence[Sequence[Any]], query: Sequence[Sequence[Any]]) -> None:
         """Stores the keys and queries of up to eight tokens, and in the ring those keys that belong to the group."""
-        token = code.total(self.row, pm.constant(first))
-        exists = arith.cmpi(arith.CmpIPredicate.slt, token, self.group.count)
-        place = arith.subi(code.total(self.group.position, token), self.group.first)
-        with pm.only_if(code.is_less(self.warp, 1)):
+        token = self.row + first
+        exists = token < self.group.count
+        place = self.group.position + token - self.group.first
+        with hp.predicated(self.warp < 1):
             if self.number == 0:
                 for kind, words in enumerate((key, query)):
-                    row = code.total(token, pm.constant(kind * self.vectors // 2))
+                    row = token + kind * self.vectors // 2
                     self.store_row(self.results.x, self.results.row_bytes, row, words, exists)
-            is_own = code.is_between(place, pm.constant(0), pm.constant(self.length))
-            with pm.only_if(_all(exists, is_own, _is_set(self.keeps_keys))):
-                to = self.address(self.inputs.ring_k, code.total(self.group.place, place))
+            is_own = hp.is_between(place, 0, self.length)
+            with hp.predicated(_all(exists, is_own, _is_set(self.keeps_keys))):
+                to = self.address(self.inputs.ring_k, self.group.place + place)
                 for piece, words in enumerate(key):
-                    code.store_words(to, words, 2 * _PIECE * piece)
+                    hp.store_words(to, words, 2 * _PIECE * piece)
 
     def store_row(self, ref: Any, row_bytes: int, row: Any, pieces: Sequence[Sequence[Any]], exists: Any) -> None:
         """Stores this lane's parts of a row of a tiled array, or 0.
@@ -278,62 +279,58 @@ class _Threads:
             exists: Whether the row has numbers. If not, 0 is stored.
         """
         per_row = row_bytes // 16
-        in_tile = arith.andi(row, pm.constant(7))
-        swap = arith.andi(arith.shrui(code.scaled(in_tile, row_bytes), pm.constant(7)), pm.constant(per_row - 1))
+        in_tile = row & 7
+        swap = ((in_tile * row_bytes) >> 7) & (per_row - 1)
         for piece, words in enumerate(pieces):
-            part = code.total(self.quarter, pm.constant(4 * piece))
-            tile = arith.divui(part, pm.constant(per_row))
-            column = code.scaled(arith.xori(arith.remui(part, pm.constant(per_row)), swap), 8)
-            kept = [code.either(exists, word, pm.constant(0)) for word in words]
-            where = [code.index(each) for each in (arith.shrui(row, pm.constant(3)), tile, in_tile, column)]
-            vector.store(code.numbers(kept, self.kind), ref, where, alignment=16)
+            part = self.quarter + 4 * piece
+            tile = part // per_row
+            column = ((part % per_row) ^ swap) * 8
+            kept = [hp.select(exists, word, 0) for word in words]
+            where = [hp.index(each) for each in (row >> 3, tile, in_tile, column)]
+            hp.store_vector(hp.numbers(kept, self.kind), ref, *where)
 
     def store_tile(
         self, first: int, products: Sequence[Any], factors: Sequence[Any], beta: Any, decays: Sequence[Any]
     ) -> None:
         """Stores the weights and factors of the keys and queries of up to eight tokens."""
-        group, zero, at = self.group, code.number(0.0), Factors.of(self.vectors, self.places)
-        token = code.total(self.row, pm.constant(first))
-        place = arith.subi(code.total(group.position, token), group.first)
-        until = [code.either(_is_above(other, place), zero, decay) for other, decay in enumerate(decays)]
-        of_state, of_group = math.exp(code.added(until)), self.number * self.vectors
-        own = [
-            code.total(code.scaled(self.warp, _ROWS), code.scaled(self.quarter, 2), pm.constant(n)) for n in range(2)
-        ]
+        group, zero, at = self.group, hp.f32(0.0), Factors.of(self.vectors, self.places)
+        token = self.row + first
+        place = group.position + token - group.first
+        until = [hp.select(_is_above(other, place), zero, decay) for other, decay in enumerate(decays)]
+        of_state, of_group = hp.exp(hp.add(*until)), self.number * self.vectors
+        own = [hp.add(self.warp * _ROWS, self.quarter * 2, n) for n in range(2)]
         between = []
         for start in own:
-            after = [code.either(_is_above(other, start), decay, zero) for other, decay in enumerate(until)]
-            between.append(math.exp(code.added(after)))
-        low = arith.subi(group.low, group.first)
+            after = [hp.select(_is_above(other, start), decay, zero) for other, decay in enumerate(until)]
+            between.append(hp.exp(hp.add(*after)))
+        low = group.low - group.first
         # A key sees the places before its own, and a query sees its token's place too.
-        ends = place, code.total(place, pm.constant(1))
+        ends = place, place + 1
         for kind, (end, factor) in enumerate(zip(ends, factors, strict=True)):
-            index = code.total(token, pm.constant(kind * self.vectors // 2))
+            index = token + kind * self.vectors // 2
             seen = []
             for start, product, decay in zip(own, products[2 * kind : 2 * kind + 2], between, strict=True):
-                weight = arith.mulf(arith.mulf(product, decay), factor)
-                seen.append(code.either(code.is_between(start, low, end), weight, zero))
-            where = [code.index(each) for each in (pm.constant(self.number), index, own[0])]
-            vector.store(code.from_parts(seen), self.results.weight, where, alignment=8)
-            memref.store(arith.mulf(of_state, factor), self.results.factors, [_offset(index, at.of_state + of_group)])
-        memref.store(
-            arith.mulf(self.gate.beta(beta), factors[0]), self.results.factors, [_offset(token, at.of_key + of_group)]
-        )
+                weight = product * decay * factor
+                seen.append(hp.select(hp.is_between(start, low, end), weight, zero))
+            where = [hp.index(each) for each in (hp.i32(self.number), index, own[0])]
+            hp.store_vector(hp.pack(seen), self.results.weight, *where)
+            self.results.factors[_offset(index, at.of_state + of_group)] = of_state * factor
+        self.results.factors[_offset(token, at.of_key + of_group)] = self.gate.beta(beta) * factors[0]
 
 
 def _all(*conditions: Any) -> Any:
     """Whether all conditions are met."""
-    return functools.reduce(arith.andi, conditions)
+    return functools.reduce(operator.and_, conditions)
 
 
 def _is_set(flag: Any) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.ne, flag, pm.constant(0))
+    return flag != 0
 
 
 def _is_above(number: int, x: Any) -> Any:
     """Whether a constant is greater than an integer."""
-    return arith.cmpi(arith.CmpIPredicate.slt, x, pm.constant(number))
+    return x < number
 
 
 def _offset(index: Any, first: int) -> Any:
-    return code.index(code.total(index, pm.constant(first)))
+    return hp.index(index + first)

@@ -8,13 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
+from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
-from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
-from pallas_kernels._mosaic_tokens import keep_rows, store_rows
-from pallas_kernels._pallas_mosaic import arith, ir
 from pallas_kernels.blocks import NULL_BLOCK, StateLayout
+from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
+from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 
 _MATRIX = 8  # the rows and columns of the matrices that a warp loads, four at a time
 
@@ -50,19 +48,19 @@ class Head:
         """Copies a chunk's keys or queries. Decayed ones are stored chunk by chunk, others token by token."""
         source = getattr(self.refs, name)
         for n in self.key_tiles:
-            keys = pm.slice_of(n * TILE, TILE)
+            keys = hp.ds(n * TILE, TILE)
             if self.per_channel:
-                pm.copy_in(source.at[0, self.head, number, :, keys], self.refs.squares[name].at[at, n], full)
+                hp.copy_gmem_to_smem(source.at[0, self.head, number, :, keys], self.refs.squares[name].at[at, n], full)
             else:
-                pm.copy_in(source.at[here, self.key_head, keys], self.token_rows[name].at[at, n], full)
+                hp.copy_gmem_to_smem(source.at[here, self.key_head, keys], self.token_rows[name].at[at, n], full)
 
     def copy_products(self, number: Any, at: Any, full: Any) -> None:
         """Copies the solved system of a chunk, and its factors."""
         refs = self.refs
         for n in self.pieces:
-            pm.copy_in(refs.solve.at[n, self.head, number], refs.squares["solve"].at[at, n], full)
+            hp.copy_gmem_to_smem(refs.solve.at[n, self.head, number], refs.squares["solve"].at[at, n], full)
         factors = refs.decay.at[self.head, number] if self.per_channel else refs.scales.at[self.head, number]
-        pm.copy_in(factors, refs.chunk_factors.at[at], full)
+        hp.copy_gmem_to_smem(factors, refs.chunk_factors.at[at], full)
 
     def keys_of(self, name: str, at: Any) -> list[Any]:
         """Returns the tiles [tokens, keys] of a chunk's decayed keys or queries, or of its keys or queries."""
@@ -74,14 +72,14 @@ class Head:
         """Returns the factors of a chunk's tokens: of keys before it (0), negative, of queries (1), of keys after it (2)."""
         if self.per_channel:
             return 1.0
-        return pm.along_columns(pm.load_per_column(self.refs.chunk_factors.at[at, kind]), TILE)
+        return hp.along_columns(hp.load_per_column(self.refs.chunk_factors.at[at, kind]), TILE)
 
     def of_state(self, n: int, at: Any) -> Any:
         """Returns the factors of the state's n-th tile over a chunk: one per key, or one."""
         if not self.per_channel:
             return self.refs.chunk_factors[at, 3, 0]
-        keys = pm.slice_of(n * TILE, TILE)
-        return pm.along_columns(pm.load_per_column(self.refs.chunk_factors.at[at, keys]), TILE)
+        keys = hp.ds(n * TILE, TILE)
+        return hp.along_columns(hp.load_per_column(self.refs.chunk_factors.at[at, keys]), TILE)
 
     def piece(self, tile: jax.Array, n: int) -> Callable[[], jax.Array]:
         """Returns a function that returns one of a tile's pieces, a left operand for `multiply_all`."""
@@ -90,11 +88,11 @@ class Head:
     def keep_tokens(self, live: Any, v_tile: Any, at: Any) -> None:
         """Sets what a chunk that is not full has of its neighbours to zero."""
 
-        @pm.when(live < TILE)
+        @hp.when(live < TILE)
         def _():
             for tile in [v_tile] + ([] if self.per_channel else self.keys_of("k", at)):
                 keep_rows(tile, live)
-            pm.commit()
+            hp.commit_smem()
 
     def of_before(self, state: Sequence[jax.Array], at: Any) -> list[Any]:
         """Returns the products that make what the state knows of a chunk's values."""
@@ -123,8 +121,8 @@ class Head:
 
         def tile(n):
             tile = self.tile_of_pool(self.read, values, n)
-            load = lambda: pm.load_directly(tile, transposed=self.layout == "KV").astype(jnp.float32)
-            return jax.lax.cond(self.has_initial, load, lambda: pm.zeros(SHAPE, jnp.float32))
+            load = lambda: hp.load_gmem_tile(tile, transposed=self.layout == "KV").astype(jnp.float32)
+            return jax.lax.cond(self.has_initial, load, lambda: hp.zeros(SHAPE, jnp.float32))
 
         return [tile(n) for n in self.key_tiles]
 
@@ -132,11 +130,11 @@ class Head:
         """Stores the state of a slice of 64 values in a block."""
         for n in self.key_tiles:
             tile = state[n].astype(self.refs.pool.dtype)
-            pm.store_directly(self.tile_of_pool(block, values, n), tile, transposed=self.layout == "KV")
+            hp.store_gmem(self.tile_of_pool(block, values, n), tile, transposed=self.layout == "KV")
 
     def tile_of_pool(self, block: Any, values: Any, n: int) -> Any:
         """Returns the n-th tile of a slice of 64 values of a block's state. In layout "KV" it is [keys, values]."""
-        keys = pm.slice_of(n * TILE, TILE)
+        keys = hp.ds(n * TILE, TILE)
         if self.layout == "VK":
             return self.refs.pool.at[self.layer, block, self.head, values, keys]
         return self.refs.pool.at[self.layer, block, self.head, keys, values]
@@ -151,29 +149,29 @@ class Head:
         row.clear(self.refs.v.shape[0], lambda token: self._outputs_from(token, values))
 
     def _outputs_from(self, token: Any, values: Any) -> Any:
-        return self.refs.out.at[pm.slice_of(token, TILE), self.head, values]
+        return self.refs.out.at[hp.ds(token, TILE), self.head, values]
 
 
 def load_values(tile: Any) -> jax.Array:
     """Loads a chunk's values, transposed, from a tile [tokens, values] in shared memory. bfloat16 [64, 64]."""
 
-    def body(_: Any, tile: Any) -> Any:
-        kind = ir.MemRefType(tile.type).element_type
-        words = [word for place in _places_of_matrices(tile) for word in code.load_transposed_matrices(place)]
-        return (pm.fragments_of_tile([code.pair(word, kind) for word in words], SHAPE),)
+    def body(tile: Any) -> Any:
+        kind = tile.dtype
+        words = [word for place in _places_of_matrices(tile) for word in hp.ldmatrix_transposed(place)]
+        return ([hp.numbers([word], kind) for word in words],)
 
-    return pm.inline(body, (tile, pm.tiling(tile.dtype)), results=[(SHAPE, tile.dtype)])[0]
+    return hp.inline(body, (tile, hp.tiling(tile.dtype)), results=[(SHAPE, tile.dtype)])[0]
 
 
 def store_values(tile: Any, values: jax.Array) -> None:
     """Stores a chunk's outputs, which are transposed, in a tile [tokens, values] in shared memory. bfloat16 [64, 64]."""
 
-    def body(_: Any, tile: Any, values: Any) -> None:
-        words = [code.word(pair) for pair in values.registers.flat]
+    def body(tile: Any, values: Any) -> None:
+        words = [hp.word(pair) for pair in values]
         for n, place in enumerate(_places_of_matrices(tile)):
-            code.store_matrices(place, words[4 * n :][:4], transposed=True)
+            hp.stmatrix(place, words[4 * n :][:4], transposed=True)
 
-    pm.inline(body, (tile, pm.tiling(tile.dtype)), values)
+    hp.inline(body, (tile, hp.tiling(tile.dtype)), values)
 
 
 def _places_of_matrices(tile: Any) -> list[Any]:
@@ -181,13 +179,13 @@ def _places_of_matrices(tile: Any) -> list[Any]:
 
     Two of the four are side by side in the warp's 16 values, and two have the next eight tokens.
     """
-    lane, warp = code.lane_and_warp(pm.thread_index_again())
-    row, matrix = arith.andi(lane, pm.constant(7)), arith.shrui(lane, pm.constant(3))
-    group = code.total(code.scaled(warp, 2), arith.andi(matrix, pm.constant(1)))
-    across = code.swizzled(group, row, _MATRIX)
+    lane, warp = hp.lane_and_warp(hp.thread_index_again())
+    row, matrix = lane & 7, lane >> 3
+    group = warp * 2 + (matrix & 1)
+    across = hp.swizzled(group, row, _MATRIX)
 
     def place(first: int) -> Any:
-        token = code.total(code.scaled(arith.shrui(matrix, pm.constant(1)), _MATRIX), row, pm.constant(first))
-        return pm.address_in_shared(tile, code.total(code.scaled(token, TILE), across))
+        token = hp.add((matrix >> 1) * _MATRIX, row, first)
+        return hp.smem_address(tile, token * TILE + across)
 
     return [place(first) for first in range(0, TILE, 2 * _MATRIX)]

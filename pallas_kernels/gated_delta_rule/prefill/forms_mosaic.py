@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._mosaic_rows import TILE
 from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
 from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work
+from pallas_kernels.hopper.prefill_rows import TILE
 
 CORES = 132  # of a Hopper GPU. With another number launches are slower, and their results are the same.
 # Of a launch with both forms. In the second form half the programs of the first one find nothing to do, and still take time.

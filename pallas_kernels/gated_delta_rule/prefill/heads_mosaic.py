@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
+from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, load_values, store_values
 from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work, take_next, tell
+from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 
 PARTS = 2  # of a program's value dims
 _STAGES = 2  # chunks that are in shared memory
@@ -84,14 +84,14 @@ def carry_states(
         refs: As in states_mosaic.py.
         memory: The same.
         work: All parts of all heads, of two tiles of value dims each.
-        taken: How many of them programs have taken: one of `pm.counters`.
+        taken: How many of them programs have taken: one of `hp.semaphores`.
         layout: The same as in states_mosaic.py.
         wait_for_products: The same.
     """
     others = memory[0][-1]
     told, states = others["told"], others["states"]
     stage_of = lambda chunk: jax.lax.rem(chunk, jnp.int32(_STAGES))
-    values_of = lambda pair, part: pm.slice_of((PARTS * pair + part) * TILE, TILE)
+    values_of = lambda pair, part: hp.ds((PARTS * pair + part) * TILE, TILE)
 
     def place_of(found: Taken) -> tuple[Head, Any]:
         """Returns the head of what has been taken, and the number of its part. What is not told of its row is None."""
@@ -101,7 +101,7 @@ def carry_states(
 
     def fetch():
         """Takes heads, and fetches their states and what their chunks need."""
-        pm.set_max_registers(40, action="decrease")
+        hp.set_max_registers(40, action="decrease")
 
         def take():
             """Takes the next part of a head, if there is one, and tells the others."""
@@ -109,66 +109,66 @@ def carry_states(
             found = Taken.of(refs, work, told[0])
             # `take_next` has stored the number, and other threads may still read it.
             tell(found[1:], told, first=1)
-            pm.arrive(refs.taken)
+            hp.barrier_arrive(refs.taken)
             return found
 
         def fetch_head(carry):
             found, before = carry
             head, pair = place_of(found)
-            pm.when(head.has_initial)(lambda: fetch_state(head, found.read, pair))
+            hp.when(head.has_initial)(lambda: fetch_state(head, found.read, pair))
             jax.lax.fori_loop(0, head.count, lambda chunk, _: fetch_chunk(head, pair, chunk, before + chunk), None)
-            pm.wait(refs.seen)
+            hp.barrier_wait(refs.seen)
             following = take()
-            pm.wait(refs.state_free)
+            hp.barrier_wait(refs.state_free)
             return following, before + head.count
 
         def fetch_state(head, block, pair):
             for part in range(PARTS):
                 for n in head.key_tiles:
                     tile = head.tile_of_pool(block, values_of(pair, part), n)
-                    pm.copy_in(tile, states.at[part, n], refs.state_full)
+                    hp.copy_gmem_to_smem(tile, states.at[part, n], refs.state_full)
 
         def fetch_chunk(head, pair, chunk, number):
             refs, at = head.refs, stage_of(number)
             token, _ = head.row.tokens_of(chunk)
-            here, full = pm.slice_of(token, TILE), refs.full.at[at]
-            pm.when(number >= _STAGES)(lambda: pm.wait(refs.free.at[at]))
+            here, full = hp.ds(token, TILE), refs.full.at[at]
+            hp.when(number >= _STAGES)(lambda: hp.barrier_wait(refs.free.at[at]))
             for name in ("k_before", "k_after", "q_before") if head.per_channel else ("k", "q"):
                 head.copy_keys(name, here, head.first + chunk, at, full)
             if wait_for_products:
                 wait_for_products(head.first + chunk, head.key_head)
             head.copy_products(head.first + chunk, at, full)
             attention = refs.attention.at[0, head.head, head.first + chunk]
-            pm.copy_in(attention, refs.squares["attention"].at[at], full)
-            pm.when(number >= _STAGES)(lambda: pm.wait(refs.values_free.at[at]))
+            hp.copy_gmem_to_smem(attention, refs.squares["attention"].at[at], full)
+            hp.when(number >= _STAGES)(lambda: hp.barrier_wait(refs.values_free.at[at]))
             for part in range(PARTS):
                 source = refs.v.at[here, head.head, values_of(pair, part)]
-                pm.copy_in(source, head.token_rows["v"].at[at, part], full)
+                hp.copy_gmem_to_smem(source, head.token_rows["v"].at[at, part], full)
 
         chunks = jax.lax.while_loop(lambda carry: carry[0].number < work.total, fetch_head, (take(), jnp.int32(0)))[1]
-        pm.wait(refs.seen)
+        hp.barrier_wait(refs.seen)
 
         # A barrier has one phase bit, so each of its completions must be waited for.
-        @pm.loop(jnp.maximum(chunks - _STAGES, 0), chunks)
+        @hp.loop(jnp.maximum(chunks - _STAGES, 0), chunks)
         def _(number):
-            pm.wait(refs.free.at[stage_of(number)])
-            pm.wait(refs.values_free.at[stage_of(number)])
+            hp.barrier_wait(refs.free.at[stage_of(number)])
+            hp.barrier_wait(refs.values_free.at[stage_of(number)])
 
     def carry_part():
         """Runs the chunks' way from state to state for one part of the value dims, and makes its outputs."""
-        pm.set_max_registers(232, action="increase")
-        part = pm.axis_index(pm.WARPGROUP) - 1
+        hp.set_max_registers(232, action="increase")
+        part = hp.axis_index(hp.WARPGROUP) - 1
         own_states = [states.at[part, n] for n in range(states.shape[1])]
 
         def see():
             """Returns what has been taken and the state before it, and lets the next one be taken."""
-            pm.wait(refs.taken)
+            hp.barrier_wait(refs.taken)
             found = Taken.heard(told)
-            pm.arrive(refs.seen)
+            hp.barrier_arrive(refs.seen)
             head, _ = place_of(found)
-            pm.when(head.has_initial)(lambda: pm.wait(refs.state_full))
-            load = pm.load if layout == "VK" else pm.load_transposed
-            nothing = lambda: pm.zeros(SHAPE, states.dtype)
+            hp.when(head.has_initial)(lambda: hp.barrier_wait(refs.state_full))
+            load = hp.load_tile if layout == "VK" else hp.load_transposed
+            nothing = lambda: hp.zeros(SHAPE, states.dtype)
             return found, [jax.lax.cond(head.has_initial, lambda x=x: load(x), nothing) for x in own_states]
 
         def carry_on(carry):
@@ -179,25 +179,25 @@ def carry_states(
             # The next state is in the place that this one takes.
             following, next_state = see()
             chunks = before + head.count
-            pm.wait_for_copies_out(0, wait_read_only=True)  # of the last chunk's outputs
-            pm.when(head.count > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(chunks - 1)]))
+            hp.wait_smem_to_gmem(0, wait_read_only=True)  # of the last chunk's outputs
+            hp.when(head.count > 0)(lambda: hp.barrier_arrive(refs.values_free.at[stage_of(chunks - 1)]))
             head.row.store_last(found.write, state, lambda block, state: store_state(head, block, state, values))
             return following, next_state, chunks
 
         def store_state(head, block, state, values):
-            pm.commit()  # all threads have loaded what was there
+            hp.commit_smem()  # all threads have loaded what was there
             tiles = [tile.astype(states.dtype) for tile in state]
             if layout == "VK":
-                pm.store_tiles(tiles, own_states)
+                hp.store_tiles(tiles, own_states)
             else:
                 for x, tile in zip(own_states, tiles, strict=True):
-                    pm.store_transposed(x, tile)
-            pm.commit()
+                    hp.store_transposed(x, tile)
+            hp.commit_smem()
             for n, x in enumerate(own_states):
-                pm.copy_out(x, head.tile_of_pool(block, values, n))
+                hp.copy_smem_to_gmem(x, head.tile_of_pool(block, values, n))
 
         jax.lax.while_loop(lambda carry: carry[0].number < work.total, carry_on, (*see(), jnp.int32(0)))
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
 
     def carry_head(head, state, values, part, before):
         """Runs a part of a head. Before it, the program has had so many chunks. Takes and returns the state's tiles."""
@@ -205,56 +205,56 @@ def carry_states(
 
         def let_fetch(chunk):
             """Frees the place of the last chunk's outputs, or in the first chunk that of states, once they have left."""
-            pm.wait_for_copies_out(0, wait_read_only=True)
-            pm.when(chunk > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(before + chunk - 1)]))
-            pm.when(chunk == 0)(lambda: pm.arrive(refs.state_free))
+            hp.wait_smem_to_gmem(0, wait_read_only=True)
+            hp.when(chunk > 0)(lambda: hp.barrier_arrive(refs.values_free.at[stage_of(before + chunk - 1)]))
+            hp.when(chunk == 0)(lambda: hp.barrier_arrive(refs.state_free))
 
         def advance(chunk, state):
             """Runs one chunk. Takes and returns the state's tiles."""
             at = stage_of(before + chunk)
             token, live = head.row.tokens_of(chunk)
             v_tile = head.token_tiles["v"].at[at, part]
-            pm.wait(refs.full.at[at])
+            hp.barrier_wait(refs.full.at[at])
             head.keep_tokens(live, v_tile, at)  # both parts' warpgroups write the same keys
 
             def meanwhile():
                 let_fetch(chunk)
                 return [load_values(v_tile)]
 
-            known, v = pm.multiply_all(SHAPE, [head.of_before(state, at)], meanwhile)
-            (added,) = pm.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
+            known, v = hp.multiply_all(SHAPE, [head.of_before(state, at)], meanwhile)
+            (added,) = hp.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
             queries, attention = head.keys_of("q_before", at), refs.squares["attention"].at[at]
             of_queries = [(head.piece(state[n], 0), queries[n].T) for n in head.key_tiles]
             of_attention = [(lambda: added.astype(jnp.bfloat16), attention.T)]
-            out, of_added = pm.multiply_all(SHAPE, [of_queries, of_attention])
+            out, of_added = hp.multiply_all(SHAPE, [of_queries, of_attention])
             out = out if head.per_channel else head.of_tokens(1, at) * out
             out = (out + of_added).astype(jnp.bfloat16)
-            state = head.changed(state, pm.multiply_all(SHAPE, head.of_added(added, at)), at)
-            pm.arrive(refs.free.at[at])
+            state = head.changed(state, hp.multiply_all(SHAPE, head.of_added(added, at)), at)
+            hp.barrier_arrive(refs.free.at[at])
             # Outputs take the place of the chunk's values.
             store_values(v_tile, out)
-            pm.commit()
+            hp.commit_smem()
             head.store_outputs(token, live, head.token_rows["v"].at[at, part], values)
             return state
 
         advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, advance, state)
         state = head.row.run(refs, state, advance_to, lambda block, state: head.store(block, state, values))
 
-        @pm.when(head.count == 0)
+        @hp.when(head.count == 0)
         def _():
-            pm.wait_for_copies_out(0, wait_read_only=True)
-            pm.arrive(refs.state_free)
+            hp.wait_smem_to_gmem(0, wait_read_only=True)
+            hp.barrier_arrive(refs.state_free)
 
         # If this were read earlier, it would stay in a register over the loop, which has none to spare. The next part of a
         # head may have been told since then, and has the same total.
         total = Taken.heard(told).total
-        pm.when(total < refs.v.shape[0])(lambda: head.clear_outputs(total, values))
+        hp.when(total < refs.v.shape[0])(lambda: head.clear_outputs(total, values))
         return state
 
-    warpgroup = pm.axis_index(pm.WARPGROUP)
-    pm.when(warpgroup == 0)(fetch)
-    pm.when(warpgroup > 0)(carry_part)
-    pm.finish_together(refs.done)
+    warpgroup = hp.axis_index(hp.WARPGROUP)
+    hp.when(warpgroup == 0)(fetch)
+    hp.when(warpgroup > 0)(carry_part)
+    hp.finish_together(refs.done)
 
 
 def memory(key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
@@ -264,15 +264,15 @@ def memory(key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channe
     squares |= dict(attention=(_STAGES,))
     if per_channel:
         squares |= dict.fromkeys(("k_before", "k_after", "q_before"), (_STAGES, tiles))
-        factors = pm.shared((_STAGES, key_dim), jnp.float32)
+        factors = hp.SMEM((_STAGES, key_dim), jnp.float32)
     else:
         tokens |= dict.fromkeys(("k", "q"), (_STAGES, tiles, *SHAPE))
-        factors = pm.shared((_STAGES, 4, TILE), jnp.float32)
-    tile = lambda *shape: pm.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
+        factors = hp.SMEM((_STAGES, 4, TILE), jnp.float32)
+    tile = lambda *shape: hp.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
     squares = {name: tile(*shape) for name, shape in squares.items()}
-    rows, tiles_of_tokens = pm.views_of_tokens(tokens, dtype)
-    others = dict(squares=squares, chunk_factors=factors, told=pm.shared((len(Taken._fields),), jnp.int32))
-    others |= dict(states=pm.tiled(PARTS, tiles, *SHAPE, dtype=pool_dtype))
+    rows, tiles_of_tokens = hp.views_of_tokens(tokens, dtype)
+    others = dict(squares=squares, chunk_factors=factors, told=hp.SMEM((len(Taken._fields),), jnp.int32))
+    others |= dict(states=hp.tiled(PARTS, tiles, *SHAPE, dtype=pool_dtype))
     return [(rows, others), (tiles_of_tokens,)]
 
 
@@ -281,12 +281,12 @@ def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
     tiles = key_dim // TILE
     copies = (2 + per_channel) * tiles + PARTS + pieces + 2
     return dict(
-        full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
-        free=pm.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
-        values_free=pm.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
-        state_full=pm.Barrier(num_arrivals=PARTS * tiles),
-        state_free=pm.Barrier(num_arrivals=PARTS),
-        taken=pm.Barrier(),
-        seen=pm.Barrier(num_arrivals=PARTS),
-        done=pm.Barrier(num_arrivals=1 + PARTS),
+        full=hp.Barrier(num_arrivals=copies, num_barriers=_STAGES),
+        free=hp.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
+        values_free=hp.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
+        state_full=hp.Barrier(num_arrivals=PARTS * tiles),
+        state_free=hp.Barrier(num_arrivals=PARTS),
+        taken=hp.Barrier(),
+        seen=hp.Barrier(num_arrivals=PARTS),
+        done=hp.Barrier(num_arrivals=1 + PARTS),
     )

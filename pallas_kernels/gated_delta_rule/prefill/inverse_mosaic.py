@@ -15,9 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
+from pallas_kernels import hopper as hp
 
 SIZE = 64  # the rows of a system
 _BLOCK = 16
@@ -25,7 +23,7 @@ _BLOCKS = SIZE // _BLOCK
 _OF_THREAD = 8  # elements of a block that a thread has
 _WORDS = _OF_THREAD // 2  # of a piece of them
 _PIECE = 8  # rows of a tile's piece, and columns of what tensor cores multiply at once
-_OF_TILE = pm.SWIZZLE // 4 // _BLOCK  # a system's blocks side by side in a tile
+_OF_TILE = hp.SWIZZLE // 4 // _BLOCK  # a system's blocks side by side in a tile
 _VECTOR = 4  # float32 numbers of 16 bytes, which the swizzle keeps together
 
 # What a thread has of a block: four numbers of each half of its columns, as `multiply_tile` returns them.
@@ -45,56 +43,55 @@ def invert(system: Any, beta: Any, solution: Any) -> None:
             may take the place of `system`.
     """
 
-    def body(_: Any, system: Any, beta: Any, solution: Any) -> None:
-        lane, warp = code.lane_and_warp(pm.thread_index_again())
-        half, share = arith.shrui(warp, pm.constant(1)), arith.andi(warp, pm.constant(1))
+    def body(system: Any, beta: Any, solution: Any) -> None:
+        lane, warp = hp.lane_and_warp(hp.thread_index_again())
+        half, share = warp >> 1, warp & 1
         _invert_block(system, half, share, lane)
-        pm.warpgroup_barrier()
+        hp.warpgroup_barrier()
         # A warp finds the columns 0 and 3, or 1 and 2, which have about as many products. A loop keeps the code short.
-        other, count = arith.subi(pm.constant(_BLOCKS - 1), share), solution.type.shape[1]
+        other, count = hp.i32(_BLOCKS - 1) - share, solution.shape[1]
         of_column = _BLOCKS * count * _WORDS
 
         def find(n: Any, held: list[Any]) -> list[Any]:
             """Finds the n-th column, and returns its words before those that are held."""
-            is_first = code.is_equal(arith.index_cast(pm.integer(), n), 0)
-            tiles = _find_column(system, beta, half, lane, arith.select(is_first, share, other))
+            is_first = n == 0
+            tiles = _find_column(system, beta, half, lane, hp.select(is_first, share, other))
             return [word for tile in tiles for word in _words(tile, count)] + held[:of_column]
 
-        start, stop = (code.index(pm.constant(n)) for n in (0, 2))
-        held = pm.repeated(start, stop, find, [pm.constant(0)] * (2 * of_column))
-        pm.warpgroup_barrier()  # all threads have read the systems
+        start, stop = (hp.index(hp.i32(n)) for n in (0, 2))
+        held = hp.for_range(start, stop, find, [hp.i32(0)] * (2 * of_column))
+        hp.warpgroup_barrier()  # all threads have read the systems
         for column, words in ((other, held[:of_column]), (share, held[of_column:])):
             _store(words, solution, half, lane, column)
 
-    pm.inline(body, (system, pm.tiling(jnp.float32)), (beta, ()), (solution, pm.tiling(jnp.bfloat16)))
+    hp.inline(body, (system, hp.tiling(jnp.float32)), (beta, ()), (solution, hp.tiling(jnp.bfloat16)))
 
 
 def _invert_block(system: Any, half: Any, share: Any, lane: Any) -> None:
     """Inverts a block on the diagonal by half of a warp, and puts the inverse into its place."""
-    column = arith.andi(lane, pm.constant(15))
-    number = code.total(code.scaled(share, 2), arith.shrui(lane, pm.constant(4)))
-    tile, first = arith.shrui(number, pm.constant(1)), arith.andi(number, pm.constant(1))
+    column = lane & 15
+    number = share * 2 + (lane >> 4)
+    tile, first = number >> 1, number & 1
 
     def at(row: int, group: Any) -> list[Any]:
         """Returns where the block's row has so many groups of four elements before."""
-        piece = code.total(code.scaled(number, _BLOCK // _PIECE), pm.constant(row // _PIECE))
-        in_tile, in_piece = code.total(code.scaled(first, _BLOCK // _VECTOR), group), pm.constant(row % _PIECE)
-        return [half, piece, tile, in_piece, code.swizzled(in_tile, in_piece, _VECTOR)]
+        piece = number * (_BLOCK // _PIECE) + row // _PIECE
+        in_tile, in_piece = first * (_BLOCK // _VECTOR) + group, hp.i32(row % _PIECE)
+        return [half, piece, tile, in_piece, hp.swizzled(in_tile, in_piece, _VECTOR)]
 
     found: list[Any] = []
     for row in range(_BLOCK):
         elements: list[Any] = []
         for group in range(-(-row // _VECTOR)):
-            kind = code.vector_type(_VECTOR, ir.F32Type.get())
-            elements += code.parts(vector.load(kind, system, code.indices(*at(row, pm.constant(group))), alignment=16))
-        x = arith.select(code.is_equal(column, row), code.number(1.0), code.number(0.0))
+            elements += hp.unpack(hp.load_vector(system, *at(row, hp.i32(group)), count=_VECTOR))
+        x = hp.select(column == row, 1.0, 0.0)
         for element, earlier in zip(elements, found, strict=False):
-            x = math.fma(element, earlier, x)
+            x = hp.fma(element, earlier, x)
         found.append(x)
-    pm.warp_barrier()  # all threads of the warp have read the block
+    hp.warp_barrier()  # all threads of the warp have read the block
     for row, x in enumerate(found):
-        *outer, place = at(row, arith.shrui(column, pm.constant(2)))
-        memref.store(x, system, code.indices(*outer, code.total(place, arith.andi(column, pm.constant(3)))))
+        *outer, place = at(row, column >> 2)
+        system[*outer, place + (column & 3)] = x
 
 
 def _find_column(system: Any, beta: Any, half: Any, lane: Any, column: Any) -> list[Tile]:
@@ -102,45 +99,44 @@ def _find_column(system: Any, beta: Any, half: Any, lane: Any, column: Any) -> l
 
     All are multiplied with the column's factors, because the block on the diagonal is, from which the others come.
     """
-    nothing = [code.number(0.0)] * _OF_THREAD
+    nothing = [hp.f32(0.0)] * _OF_THREAD
     found, parts = [_load_transposed(system, beta, half, lane, column)], list[Split]()
     for distance in range(1, _BLOCKS):
-        row = code.total(column, pm.constant(distance))
+        row = column + distance
         parts.append(_split(found[-1]))
 
         def block(row=row) -> Tile:
-            earlier = [code.total(column, pm.constant(n)) for n in range(len(parts))]
+            earlier = [column + n for n in range(len(parts))]
             blocks = [_load_block(system, half, lane, row, each) for each in earlier]
             total = _multiply([*zip(parts, blocks, strict=True)])
             return _multiply([(_split(total), _load_block(system, half, lane, row, row))])
 
-        found.append(pm.value_if(code.is_less(row, _BLOCKS), block, nothing))
+        found.append(hp.branch(row < _BLOCKS, block, nothing))
     return found
 
 
 def _load_transposed(system: Any, beta: Any, half: Any, lane: Any, number: Any) -> Tile:
     """Loads the transpose of a block on the diagonal, times its factors, as a thread has the results of products."""
-    row, pair, tile = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3)), []
+    row, pair, tile = lane >> 2, lane & 3, []
     for part in range(2):
         for of_column in range(2):
-            column = code.total(row, pm.constant(_PIECE * of_column))
-            factor = memref.load(beta, code.indices(half, code.total(code.scaled(number, _BLOCK), column)))
+            column = row + _PIECE * of_column
+            factor = beta[half, number * _BLOCK + column]
             for n in range(2):
-                in_piece = code.total(code.scaled(pair, 2), pm.constant(n))
+                in_piece = pair * 2 + n
                 place = _place(number, part, in_piece, number, column)
-                tile.append(arith.mulf(memref.load(system, code.indices(half, *place)), factor))
+                tile.append(system[half, *place] * factor)
     return tile
 
 
 def _load_block(system: Any, half: Any, lane: Any, row: Any, column: Any) -> list[list[Any]]:
     """Loads a block as the right operand of products, for each half of its rows and then of its columns two elements."""
-    in_piece, pair, found = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3)), []
+    in_piece, pair, found = lane >> 2, lane & 3, []
     for piece in range(2):
         for part in range(2):
-            first = code.total(code.scaled(pair, 2), pm.constant(_PIECE * part))
+            first = pair * 2 + _PIECE * part
             at = _place(row, piece, in_piece, column, first)
-            kind = code.vector_type(2, ir.F32Type.get())
-            found.append(code.parts(vector.load(kind, system, code.indices(half, *at), alignment=8)))
+            found.append(hp.unpack(hp.load_vector(system, half, *at, count=2)))
     return found
 
 
@@ -154,10 +150,10 @@ def _place(of_row: Any, piece: int, row: Any, of_column: Any, column: Any) -> li
         of_column: The place of the block's column of blocks.
         column: The column in the block.
     """
-    in_tile = code.scaled(arith.andi(of_column, pm.constant(_OF_TILE - 1)), _BLOCK // _VECTOR)
-    group = code.total(arith.shrui(column, pm.constant(2)), in_tile)
-    place = code.total(code.swizzled(group, row, _VECTOR), arith.andi(column, pm.constant(_VECTOR - 1)))
-    return [code.total(code.scaled(of_row, 2), pm.constant(piece)), arith.shrui(of_column, pm.constant(1)), row, place]
+    in_tile = (of_column & (_OF_TILE - 1)) * (_BLOCK // _VECTOR)
+    group = (column >> 2) + in_tile
+    place = hp.swizzled(group, row, _VECTOR) + (column & (_VECTOR - 1))
+    return [of_row * 2 + piece, of_column >> 1, row, place]
 
 
 def _split(tile: Tile) -> Split:
@@ -175,16 +171,16 @@ def _multiply(products: Sequence[tuple[Split, list[list[Any]]]]) -> Tile:
 
     Products of smaller parts have sums of their own, so that fewer products wait for each other.
     """
-    sums = [[[code.number(0.0)] * 4 for _ in (0, 1)] for _ in (0, 1)]
+    sums = [[[hp.f32(0.0)] * 4 for _ in (0, 1)] for _ in (0, 1)]
     for left, right in products:
         for n in (0, 1):
             for part in (0, 1):
                 large, small = zip(*(_parts(x) for x in right[2 * n + part]), strict=True)
                 of_left, rest = left[2 * part], left[2 * part + 1]
-                sums[0][n] = code.multiply_tile_of_tf32(sums[0][n], of_left, large)
-                sums[1][n] = code.multiply_tile_of_tf32(sums[1][n], rest, large)
-                sums[1][n] = code.multiply_tile_of_tf32(sums[1][n], of_left, small)
-    return [arith.addf(x, y) for n in (0, 1) for x, y in zip(sums[0][n], sums[1][n], strict=True)]
+                sums[0][n] = hp.mma_tf32(sums[0][n], of_left, large)
+                sums[1][n] = hp.mma_tf32(sums[1][n], rest, large)
+                sums[1][n] = hp.mma_tf32(sums[1][n], of_left, small)
+    return [x + y for n in (0, 1) for x, y in zip(sums[0][n], sums[1][n], strict=True)]
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
@@ -194,8 +190,8 @@ def _parts(x: Any) -> tuple[Any, Any]:
 
 def _cut(x: Any, bits: int) -> tuple[Any, Any]:
     """Returns a float32 number without its last bits, and what is left."""
-    large = arith.bitcast(ir.F32Type.get(), arith.andi(arith.bitcast(pm.integer(), x), pm.constant(-(1 << bits))))
-    return large, arith.subf(x, large)
+    large = hp.bitcast(hp.bitcast(x, jnp.int32) & -(1 << bits), jnp.float32)
+    return large, x - large
 
 
 def _words(tile: Tile, count: int) -> list[Any]:
@@ -205,26 +201,24 @@ def _words(tile: Tile, count: int) -> list[Any]:
         for part in range(2):
             values = tile[4 * part + 2 * of_column :][:2]
             for of_piece, numbers in zip(words, _pieces(values, count), strict=True):
-                of_piece.append(code.word(code.rounded_pair(numbers, jnp.bfloat16)))
+                of_piece.append(hp.word(hp.rounded_pair(numbers, jnp.bfloat16)))
     return [word for of_piece in words for word in of_piece]
 
 
 def _store(words: Sequence[Any], solution: Any, half: Any, lane: Any, column: Any) -> None:
     """Stores the words of a column of blocks. The zeros beyond the last row go to the blocks above the diagonal."""
-    count = solution.type.shape[1]
+    count = solution.shape[1]
     # A transposed block has four matrices: the halves of its first eight rows, and those of its last ones.
-    in_matrix, matrix = arith.andi(lane, pm.constant(_PIECE - 1)), arith.shrui(lane, pm.constant(3))
-    in_block = code.total(code.scaled(arith.shrui(matrix, pm.constant(1)), _PIECE), in_matrix)
-    row = code.total(code.scaled(half, count * SIZE), code.scaled(column, _BLOCK), in_block)
+    in_matrix, matrix = lane & (_PIECE - 1), lane >> 3
+    in_block = (matrix >> 1) * _PIECE + in_matrix
+    row = hp.add(half * (count * SIZE), column * _BLOCK, in_block)
     for number in range(_BLOCKS):
-        block = arith.andi(code.total(column, pm.constant(number)), pm.constant(_BLOCKS - 1))
-        group = code.total(code.scaled(block, 2), arith.andi(matrix, pm.constant(1)))
+        block = (column + number) & (_BLOCKS - 1)
+        group = block * 2 + (matrix & 1)
         for n in range(count):
-            place = code.total(
-                code.scaled(row, SIZE), code.swizzled(group, in_matrix, _PIECE), pm.constant(n * SIZE * SIZE)
-            )
+            place = hp.add(row * SIZE, hp.swizzled(group, in_matrix, _PIECE), n * SIZE * SIZE)
             first = (number * count + n) * _WORDS
-            code.store_matrices(pm.address_in_shared(solution, place), words[first:][:_WORDS])
+            hp.stmatrix(hp.smem_address(solution, place), words[first:][:_WORDS])
 
 
 def _pieces(values: Sequence[Any], count: int) -> list[list[Any]]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import jax
 
-from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import (
     carry_states,
@@ -39,24 +39,24 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
     def body(*arrays):
         *arrays, memory, barriers_of_forms = arrays
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-        program, taken = pm.axis_index("program"), pm.counters(1).at[0]
+        program, taken = hp.axis_index("program"), hp.semaphores(1).at[0]
         is_first = len(chosen) == 1 or takes_first(refs.query_start_loc, rows, works[0].of_row)
         each_form = zip(chosen, works, programs, cut(memory, described), barriers_of_forms, strict=True)
         for form, work, count, memory_of, barriers in each_form:
             named = SimpleNamespace(**vars(refs), **barriers)
             run = functools.partial(carry_states, form, named, memory_of, work, program, taken, layout=layout)
-            pm.when((program < count) & is_meant(form, chosen, is_first))(run)
+            hp.when((program < count) & is_meant(form, chosen, is_first))(run)
 
     updated = jax.new_ref(pool)
-    out = pm.kernel(
+    out = hp.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
         grid=(max(programs),),
         grid_names=("program",),
         num_threads=WARPGROUPS,
-        thread_name=pm.WARPGROUP,
+        thread_name=hp.WARPGROUP,
         scratch_types=[
-            pm.union(*itertools.chain(*described)),
+            hp.RefUnion(*itertools.chain(*described)),
             [form.barriers(key_dim, pieces, per_channel=True) for form in chosen],
         ],
         kernel_name="gated_delta_rule_prefill_states",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, products_mosaic
@@ -104,8 +104,8 @@ def prefill(
         *arrays, memory, products_barriers, carrying_barriers, made = arrays
         of_products, *of_forms = cut(memory, described)
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-        counters = pm.counters(number * key_heads + 1)  # of items, and of what has been taken
-        program, warpgroup = pm.axis_index("program"), pm.axis_index(pm.WARPGROUP)
+        counters = hp.semaphores(number * key_heads + 1)  # of items, and of what has been taken
+        program, warpgroup = hp.axis_index("program"), hp.axis_index(hp.WARPGROUP)
         is_first = len(plans) == 1 or takes_first(refs.query_start_loc, rows, first_plan.work.of_row)
         of_plan = lambda one, other: one if len(plans) == 1 else jnp.where(is_first, one, other)
         makers = of_plan(jnp.int32(first_plan.makers), jnp.int32(last_plan.makers))
@@ -146,7 +146,7 @@ def prefill(
 
         def one(carry):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
-            n, here, bounds, gates = carry[0], pm.computed(carry[1]), *carry[2:]
+            n, here, bounds, gates = carry[0], hp.optimization_barrier(carry[1]), *carry[2:]
             place = products_mosaic.place_of(here, of_products, products_barriers)
             item = first + n * step
             chunk, key_head = chunk_and_head(item)
@@ -154,48 +154,48 @@ def prefill(
             options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
             products_mosaic.make_products(refs, place, chunk, key_head, bounds, gates, **options)
             gates = gates_of(item + step, following)  # they arrive while this one waits
-            pm.wait_for_copies_out(0)
-            pm.signal(counters.at[item])
+            hp.wait_smem_to_gmem(0)
+            hp.semaphore_signal(counters.at[item])
             return n + 1, here, following, gates
 
         begin = bounds_of(first)
         jax.lax.while_loop(is_live, one, (jnp.int32(0), warpgroup, begin, gates_of(first, begin)))
 
         def carry(own, memory, barriers):
-            wait = lambda chunk, key_head: pm.wait_for_signal(counters.at[chunk * key_heads + key_head])
+            wait = lambda chunk, key_head: hp.semaphore_wait(counters.at[chunk * key_heads + key_head])
             named = SimpleNamespace(**vars(refs), **barriers)
 
             def begin():
                 """Waits until no warpgroup makes products, which are in the same shared memory."""
                 if own.helpers:
-                    pm.commit()
-                    pm.arrive(made)
-                    pm.wait(made)
+                    hp.commit_smem()
+                    hp.barrier_arrive(made)
+                    hp.barrier_wait(made)
 
             taken, options = counters.at[items], dict(layout=layout, wait_for_products=wait, begin=begin)
             carry_states(own.carrying, named, memory, own.work, index, taken, **options)
 
         for own, memory, barriers in zip(plans, of_forms, carrying_barriers, strict=True):
             is_own = is_meant(own.carrying, chosen, is_first)
-            pm.when((program >= makers) & (index < own.carriers) & is_own)(
+            hp.when((program >= makers) & (index < own.carriers) & is_own)(
                 functools.partial(carry, own, memory, barriers)
             )
 
     updated = jax.new_ref(pool)
-    out, *_ = pm.kernel(
+    out, *_ = hp.kernel(
         body,
         out_type=tuple(outputs.values()),
         grid=(max(each.makers + each.carriers for each in plans),),
         grid_names=("program",),
         num_threads=WARPGROUPS,
-        thread_name=pm.WARPGROUP,
+        thread_name=hp.WARPGROUP,
         scratch_types=[
-            pm.union(*itertools.chain(*described)),
+            hp.RefUnion(*itertools.chain(*described)),
             products_mosaic.barriers(WARPGROUPS, key_dim),
             [form.barriers(key_dim, pieces, per_channel=False) for form in chosen],
-            pm.Barrier(num_arrivals=WARPGROUPS),
+            hp.Barrier(num_arrivals=WARPGROUPS),
         ],
-        compiler_params=pm.fast_math(),
+        compiler_params=hp.fast_math(),
         kernel_name="gated_delta_rule_prefill_per_head",
     )(*given.values(), updated)
     return out, jax.freeze(updated)

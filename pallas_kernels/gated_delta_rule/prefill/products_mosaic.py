@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._mosaic_tokens import keep_rows
+from pallas_kernels import hopper as hp
 from pallas_kernels.gated_delta_rule.prefill.inverse_mosaic import SIZE, invert
 from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import Factors, load_gates, scale_tokens, sum_log_decays
 from pallas_kernels.gated_delta_rule.prefill.weights_mosaic import find_norms, weigh
+from pallas_kernels.hopper.partial_tiles import keep_rows
 
 _SHAPE = SIZE, SIZE
 _AT = Factors()
@@ -68,62 +68,62 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
 
     for tokens, rows in ((refs.k, k_rows), (refs.q, q_rows)):
         for n in tiles:
-            source = tokens.at[pm.slice_of(start, SIZE), key_head, pm.slice_of(n * SIZE, SIZE)]
-            pm.copy_in(source, rows.at[n], place.full)
+            source = tokens.at[hp.ds(start, SIZE), key_head, hp.ds(n * SIZE, SIZE)]
+            hp.copy_gmem_to_smem(source, rows.at[n], place.full)
     sum_decays(gates)
-    pm.wait(place.full)
+    hp.barrier_wait(place.full)
 
-    @pm.when(end - start < SIZE)
+    @hp.when(end - start < SIZE)
     def _():
         for tile in (k, q):
             for n in tiles:
                 keep_rows(tile.at[n], end - start)
-        pm.commit()
+        hp.commit_smem()
 
     def product(x, y):
-        return pm.multiply_all(_SHAPE, [[(x.at[n], y.at[n].T) for n in tiles]])[0]
+        return hp.multiply_all(_SHAPE, [[(x.at[n], y.at[n].T) for n in tiles]])[0]
 
     keys, queries = product(k, k), product(q, k)
     with_themselves = (keys, product(q, q)) if use_qk_l2norm else (None, None)
     for n, factor in enumerate((1.0, scale)):
         find_norms(with_themselves[n], place.norms.at[n], factor)
-    pm.commit()  # all threads have finished with the tokens, whose place the systems take
+    hp.commit_smem()  # all threads have finished with the tokens, whose place the systems take
 
     def of_pair(pair, _):
-        @pm.loop(0, 2)
+        @hp.loop(0, 2)
         def _(half):
             vectors = place.per_row.at[half], place.per_column.at[half], place.norms
             weigh(keys, queries, *vectors, system.at[half], place.attention_tile.at[half])
 
         scale_tokens(place.per_row, place.norms, place.kinds)
-        pm.commit()
+        hp.commit_smem()
         for half in range(0, 2, together):
             head, is_own = head_of(pair, half)
 
-            @pm.when(is_own)
+            @hp.when(is_own)
             def _(half=half, head=head):
-                target = refs.scales.at[pm.slice_of(head, together), chunk]
-                pm.copy_out(place.kinds.at[pm.slice_of(half, together)], target)
+                target = refs.scales.at[hp.ds(head, together), chunk]
+                hp.copy_smem_to_gmem(place.kinds.at[hp.ds(half, together)], target)
 
         for half in (0, 1):
             head, is_own = head_of(pair, half)
 
-            @pm.when(is_own)
+            @hp.when(is_own)
             def _(half=half, head=head):
-                pm.copy_out(place.attention_tile.at[half], refs.attention.at[0, head, chunk])
+                hp.copy_smem_to_gmem(place.attention_tile.at[half], refs.attention.at[0, head, chunk])
 
         invert(system, place.per_row.at[:, _AT.beta], solution)
-        pm.commit()
-        pm.when(2 * (pair + 1) < repeats)(lambda: sum_decays(load_pair(refs, key_head, pair + 1, bounds)))
+        hp.commit_smem()
+        hp.when(2 * (pair + 1) < repeats)(lambda: sum_decays(load_pair(refs, key_head, pair + 1, bounds)))
         for half in (0, 1):
             head, is_own = head_of(pair, half)
 
-            @pm.when(is_own)
+            @hp.when(is_own)
             def _(half=half, head=head):
                 for n in pieces:
-                    pm.copy_out(solution.at[half, n], refs.solve.at[n, head, chunk])
+                    hp.copy_smem_to_gmem(solution.at[half, n], refs.solve.at[n, head, chunk])
 
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
 
     jax.lax.fori_loop(0, (repeats + 1) // 2, of_pair, None)
 
@@ -147,24 +147,24 @@ def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
 
     Solutions have two pieces.
     """
-    rows, tiles = pm.views_of_tokens((warpgroups, 2, 2, *_SHAPE), dtype)
+    rows, tiles = hp.views_of_tokens((warpgroups, 2, 2, *_SHAPE), dtype)
     others = dict(
-        attention_tile=pm.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.bfloat16),
-        per_row=pm.shared((warpgroups, 2, len(_AT), SIZE), jnp.float32),
-        per_column=pm.shared((warpgroups, 2, 2, SIZE), jnp.float32),
-        norms=pm.shared((warpgroups, 2, SIZE), jnp.float32),
-        sums=pm.shared((warpgroups, 3, 4), jnp.float32),
-        kinds=pm.shared((warpgroups, 2, 4, SIZE), jnp.float32),
+        attention_tile=hp.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.bfloat16),
+        per_row=hp.SMEM((warpgroups, 2, len(_AT), SIZE), jnp.float32),
+        per_column=hp.SMEM((warpgroups, 2, 2, SIZE), jnp.float32),
+        norms=hp.SMEM((warpgroups, 2, SIZE), jnp.float32),
+        sums=hp.SMEM((warpgroups, 3, 4), jnp.float32),
+        kinds=hp.SMEM((warpgroups, 2, 4, SIZE), jnp.float32),
     )
-    system = pm.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.float32)
-    solution = pm.tiled(warpgroups, 2, 2, *_SHAPE, dtype=jnp.bfloat16)
+    system = hp.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.float32)
+    solution = hp.tiled(warpgroups, 2, 2, *_SHAPE, dtype=jnp.bfloat16)
     # Systems take the place of tokens, and solutions that of systems. All three have 32 KiB in each warpgroup.
     return [(rows, others), (tiles,), (system,), (solution,)]
 
 
 def barriers(warpgroups: int, key_dim: int) -> dict[str, Any]:
     """Describes the barriers of some warpgroups."""
-    return dict(full=pm.Barrier(num_arrivals=2 * (key_dim // SIZE), num_barriers=warpgroups))
+    return dict(full=hp.Barrier(num_arrivals=2 * (key_dim // SIZE), num_barriers=warpgroups))
 
 
 def place_of(warpgroup: Any, memory: Any, barriers: dict[str, Any]) -> SimpleNamespace:

@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
-from pallas_kernels._mosaic_tokens import keep_rows
 from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.prefill.inverse_mosaic import SIZE, invert
 from pallas_kernels.gated_delta_rule.prefill.products import MAX_EXPONENT, decay_spans
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
+from pallas_kernels.hopper.partial_tiles import keep_rows
 
 _SHAPE = SIZE, SIZE
 KEYS = 64  # the keys of a tile, whose rows have as many bytes as tensor cores can swizzle
@@ -38,13 +38,13 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
     token_rows, token_tiles = refs.tokens
     decay_rows, decay_tiles, decay_pieces = refs.log_decays
     operands, system, solution = refs.systems
-    pair, chunk = pm.axis_index("pair"), pm.axis_index("chunk")
+    pair, chunk = hp.axis_index("pair"), hp.axis_index("chunk")
     heads = refs.g.shape[1]
     key_dim, repeats = refs.k.shape[2], heads // refs.k.shape[1]
     tiles, tiles_of_decays = range(key_dim // KEYS), range(key_dim // DECAYS)
     start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
-    row, nothing = pm.rows(_SHAPE).astype(jnp.float32), pm.zeros(_SHAPE, jnp.float32)
-    apart = (pm.rows(_SHAPE) & -BLOCK) ^ (pm.columns(_SHAPE) & -BLOCK)  # less than `BLOCK` for tokens of one block
+    row, nothing = hp.rows(_SHAPE).astype(jnp.float32), hp.zeros(_SHAPE, jnp.float32)
+    apart = (hp.rows(_SHAPE) & -BLOCK) ^ (hp.columns(_SHAPE) & -BLOCK)  # less than `BLOCK` for tokens of one block
 
     def head_of(half):
         """Returns a value head, and whether the pair's other half does not have it too."""
@@ -52,43 +52,45 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         return jnp.minimum(number, heads - 1), number < heads
 
     def keys_of(n):
-        return pm.slice_of(n * KEYS, KEYS)
+        return hp.ds(n * KEYS, KEYS)
 
     def fetch(half):
         head, _ = head_of(half)
-        key_head, here = jax.lax.div(head, jnp.int32(repeats)), pm.slice_of(start, SIZE)
+        key_head, here = jax.lax.div(head, jnp.int32(repeats)), hp.ds(start, SIZE)
         for n in tiles:
             for name in ("k", "q"):
-                pm.copy_in(getattr(refs, name).at[here, key_head, keys_of(n)], token_rows[name].at[n], refs.full)
+                hp.copy_gmem_to_smem(
+                    getattr(refs, name).at[here, key_head, keys_of(n)], token_rows[name].at[n], refs.full
+                )
         for n in tiles_of_decays:
-            pm.copy_in(refs.g.at[here, head, pm.slice_of(n * DECAYS, DECAYS)], decay_rows.at[n], refs.full)
-        pm.copy_in(refs.beta.at[head, chunk], refs.betas.at[half], refs.full)
+            hp.copy_gmem_to_smem(refs.g.at[here, head, hp.ds(n * DECAYS, DECAYS)], decay_rows.at[n], refs.full)
+        hp.copy_gmem_to_smem(refs.beta.at[head, chunk], refs.betas.at[half], refs.full)
 
     def wide(name, n):
-        return pm.load(token_tiles[name].at[n]).astype(jnp.float32)
+        return hp.load_tile(token_tiles[name].at[n]).astype(jnp.float32)
 
     def cut_log_decays(values):
         """Puts log decays [tokens, keys] into the place of what is there, in pieces."""
         parts = pieces(values, _PIECES)
-        pm.commit()  # no warp still reads what the memory had
+        hp.commit_smem()  # no warp still reads what the memory had
         for n, part in enumerate(parts):
             decay_pieces[n] = part
-        pm.commit()
+        hp.commit_smem()
 
     def fetch_span(span):
         """Fetches the matrix whose ones are the tokens to sum over, into the place of the last one."""
-        pm.copy_in(refs.spans.at[span], refs.square, refs.span_full)
+        hp.copy_gmem_to_smem(refs.spans.at[span], refs.square, refs.span_full)
 
     def sums(keys, count):
         """Returns the sums of log decays over spans of tokens, float32 [tokens, count], for a slice of `count` keys."""
         pairs = [(refs.square, decay_pieces.at[piece, :, keys]) for piece in range(_PIECES)]
-        return pm.multiply_all((SIZE, count), [pairs])[0]
+        return hp.multiply_all((SIZE, count), [pairs])[0]
 
     def decays_over_span(*, then_fetch):
         """Waits for the span that is on its way, and returns the decays over it, for each tile. Fetches the next span."""
-        pm.wait(refs.span_full)
-        exponents = sums(pm.slice_of(0, key_dim), key_dim)
-        pm.commit()  # no warp still multiplies what the memory had
+        hp.barrier_wait(refs.span_full)
+        exponents = sums(hp.ds(0, key_dim), key_dim)
+        hp.commit_smem()  # no warp still multiplies what the memory had
         fetch_span(then_fetch)
         return [jnp.exp2(exponents[:, n * KEYS : (n + 1) * KEYS]) for n in tiles]
 
@@ -102,66 +104,66 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             fetch_next: Fetches the next level's span, if this is the level's last tile.
         """
         exponent = sums(keys_of(n), KEYS)
-        pm.commit()  # no warp still multiplies what the memory had
+        hp.commit_smem()  # no warp still multiplies what the memory had
         fetch_next()
         k, decay = wide("k", n), jnp.exp2(exponent)
         later = [(decay * x).astype(jnp.bfloat16) for x in (k, wide("q", n))]
         operands[half, n] = (jnp.exp2(-exponent) * k).astype(jnp.bfloat16) if backwards else later[0]
-        pm.commit()
-        return pm.multiply_all(_SHAPE, [[(lambda x=x: x, operands.at[half, n].T)] for x in later])
+        hp.commit_smem()
+        return hp.multiply_all(_SHAPE, [[(lambda x=x: x, operands.at[half, n].T)] for x in later])
 
     def of_head(half, _):
         head, is_stored = head_of(half)
-        pm.wait(refs.full)
+        hp.barrier_wait(refs.full)
 
-        @pm.when(end - start < SIZE)
+        @hp.when(end - start < SIZE)
         def _():
             for ref in (token_tiles["k"], token_tiles["q"], decay_tiles):
-                pm.loop(0, ref.shape[0])(lambda n, ref=ref: keep_rows(ref.at[n], end - start))
+                hp.loop(0, ref.shape[0])(lambda n, ref=ref: keep_rows(ref.at[n], end - start))
 
-            pm.commit()
+            hp.commit_smem()
 
         # Norms come first, with the products of each token's query and its own key, and then the decay over the chunk.
         def of_tile(n, sums):
             k, q = wide("k", n), wide("q", n)
             return [x + jnp.sum(y, axis=1) for x, y in zip(sums, (k * k, q * q, q * k), strict=True)]
 
-        kk, qq, qk = jax.lax.fori_loop(0, len(tiles), of_tile, [pm.zeros_per_row(SIZE, jnp.float32)] * 3)
+        kk, qq, qk = jax.lax.fori_loop(0, len(tiles), of_tile, [hp.zeros_per_row(SIZE, jnp.float32)] * 3)
         if use_qk_l2norm:
             norms = dict(k=jax.lax.rsqrt(kk + L2_EPSILON), q=jax.lax.rsqrt(qq + L2_EPSILON))
         else:
-            norms = dict.fromkeys("kq", pm.zeros_per_row(SIZE, jnp.float32) + 1.0)
+            norms = dict.fromkeys("kq", hp.zeros_per_row(SIZE, jnp.float32) + 1.0)
         norms["q"] = scale * norms["q"]
         refs.norms[...] = norms["k"]
-        log_decays = LOG2_E * jnp.concatenate([pm.load(decay_tiles.at[n]) for n in tiles_of_decays], axis=1)
+        log_decays = LOG2_E * jnp.concatenate([hp.load_tile(decay_tiles.at[n]) for n in tiles_of_decays], axis=1)
         refs.total[half] = jnp.exp2(jnp.sum(log_decays, axis=0))
         cut_log_decays(log_decays)
 
         # The next kernel reads keys and queries that are decayed from the chunk's start, and keys decayed to its end.
         def put(name, of, decay, n, place):
             """Sends a tile of decayed keys or queries, normalised, to the array that the next kernel reads."""
-            pm.wait_for_copies_out(1, wait_read_only=True)  # the last tile is elsewhere
-            operands[half, place] = (decay * (wide(of, n) * pm.along_rows(norms[of], KEYS))).astype(jnp.bfloat16)
-            pm.commit()
+            hp.wait_smem_to_gmem(1, wait_read_only=True)  # the last tile is elsewhere
+            operands[half, place] = (decay * (wide(of, n) * hp.along_rows(norms[of], KEYS))).astype(jnp.bfloat16)
+            hp.commit_smem()
 
-            @pm.when(is_stored)
+            @hp.when(is_stored)
             def _():
-                pm.copy_out(operands.at[half, place], getattr(refs, name).at[0, head, chunk, :, keys_of(n)])
+                hp.copy_smem_to_gmem(operands.at[half, place], getattr(refs, name).at[0, head, chunk, :, keys_of(n)])
 
         for n, decay in enumerate(decays_over_span(then_fetch=_AFTER)):
             put("k_before", "k", decay, n, 0)
             put("q_before", "q", decay, n, 1)
         for n, decay in enumerate(decays_over_span(then_fetch=0)):
             put("k_after", "k", decay, n, n)
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
 
         def of_level(level, found, is_last=False):
             """Multiplies the tokens of one level, and puts their products into what has been found."""
 
             def of_tile(n, total):
                 # One tile at a time: the exponents of all of them would not fit into the registers.
-                pm.when(n == 0)(lambda: pm.wait(refs.span_full))
-                fetch_next = lambda: pm.when((n == len(tiles) - 1) & (not is_last))(lambda: fetch_span(level + 1))
+                hp.when(n == 0)(lambda: hp.barrier_wait(refs.span_full))
+                fetch_next = lambda: hp.when((n == len(tiles) - 1) & (not is_last))(lambda: fetch_span(level + 1))
                 return [x + y for x, y in zip(total, products(half, n, is_last, fetch_next), strict=True)]
 
             both = jax.lax.fori_loop(0, len(tiles), of_tile, [nothing, nothing])
@@ -170,47 +172,47 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             return [jnp.where(is_here, new, old) for new, old in zip(both, found, strict=True)]
 
         # Blocks, the last level, are decayed from their middles, forwards and backwards, where exponents are bounded.
-        parts = [pm.load(decay_pieces.at[n]).astype(jnp.float32) for n in range(_PIECES)]
+        parts = [hp.load_tile(decay_pieces.at[n]).astype(jnp.float32) for n in range(_PIECES)]
         cut_log_decays(jnp.maximum(sum(parts[1:], parts[0]), -MAX_EXPONENT / (BLOCK // 2)))
         found = jax.lax.fori_loop(0, _LEVELS, of_level, [nothing, nothing])
         keys, queries = of_level(_LEVELS, found, is_last=True)
-        pm.commit()
+        hp.commit_smem()
         # The compiler would keep the numbers of columns in registers for all of the kernel, so memory has them.
-        later = row - pm.along_columns(pm.load_per_column(refs.token), SIZE)
-        queries = jnp.where(later > 0, queries, jnp.where(later == 0, pm.along_rows(qk, SIZE), nothing))
-        of_columns = pm.along_columns(pm.load_per_column(refs.norms), SIZE)
-        beta = pm.load_per_row(refs.betas.at[half])
-        refs.square[...] = (queries * (pm.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
-        system[half] = -(keys * (pm.along_rows(beta * norms["k"], SIZE) * of_columns))
-        pm.commit()
-        pm.when(half == 0)(lambda: fetch(1))
+        later = row - hp.along_columns(hp.load_per_column(refs.token), SIZE)
+        queries = jnp.where(later > 0, queries, jnp.where(later == 0, hp.along_rows(qk, SIZE), nothing))
+        of_columns = hp.along_columns(hp.load_per_column(refs.norms), SIZE)
+        beta = hp.load_per_row(refs.betas.at[half])
+        refs.square[...] = (queries * (hp.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
+        system[half] = -(keys * (hp.along_rows(beta * norms["k"], SIZE) * of_columns))
+        hp.commit_smem()
+        hp.when(half == 0)(lambda: fetch(1))
 
-        @pm.when(is_stored)
+        @hp.when(is_stored)
         def _():
-            pm.copy_out(refs.square, refs.attention.at[0, head, chunk])
-            pm.copy_out(refs.total.at[half], refs.decay.at[head, chunk])
+            hp.copy_smem_to_gmem(refs.square, refs.attention.at[0, head, chunk])
+            hp.copy_smem_to_gmem(refs.total.at[half], refs.decay.at[head, chunk])
 
-        pm.wait_for_copies_out(0, wait_read_only=True)
-        pm.when(half == 0)(lambda: fetch_span(_BEFORE))
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
+        hp.when(half == 0)(lambda: fetch_span(_BEFORE))
 
-    @pm.when(end > start)
+    @hp.when(end > start)
     def _():
         fetch(0)
         fetch_span(_BEFORE)
         refs.token[...] = jnp.max(row, axis=1)
         jax.lax.fori_loop(0, 2, of_head, None)
-        pm.commit()
+        hp.commit_smem()
         invert(system, refs.betas, solution)
-        pm.commit()
+        hp.commit_smem()
         for half in (0, 1):
             head, is_own = head_of(half)
 
-            @pm.when(is_own)
+            @hp.when(is_own)
             def _(half=half, head=head):
                 for n in range(refs.solve.shape[0]):
-                    pm.copy_out(solution.at[half, n], refs.solve.at[n, head, chunk])
+                    hp.copy_smem_to_gmem(solution.at[half, n], refs.solve.at[n, head, chunk])
 
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def of_chunks(beta: jax.Array, chunks: Chunks) -> jax.Array:
@@ -240,33 +242,33 @@ def products_per_channel(
     outputs = dict(solve=square, attention=square, q_before=keys, k_before=keys, k_after=keys)
     outputs |= dict(decay=array((*of_chunk, key_dim), jnp.float32))
     tiles, decay_tiles, decay_bytes = key_dim // KEYS, key_dim // DECAYS, 2 * DECAYS
-    pieces_of_decays = pm.tiled(_PIECES, SIZE, key_dim, dtype=jnp.bfloat16, swizzle=decay_bytes)
+    pieces_of_decays = hp.tiled(_PIECES, SIZE, key_dim, dtype=jnp.bfloat16, swizzle=decay_bytes)
     scratch: dict[str, Any] = dict(
-        tokens=pm.union(*pm.views_of_tokens(dict.fromkeys("kq", (tiles, SIZE, KEYS)), k.dtype)),
+        tokens=hp.RefUnion(*hp.views_of_tokens(dict.fromkeys("kq", (tiles, SIZE, KEYS)), k.dtype)),
         # Log decays are replaced by their pieces.
-        log_decays=pm.union(*pm.views_of_tokens((decay_tiles, SIZE, DECAYS), jnp.float32), pieces_of_decays),
+        log_decays=hp.RefUnion(*hp.views_of_tokens((decay_tiles, SIZE, DECAYS), jnp.float32), pieces_of_decays),
         # What is multiplied and stored on the way to a system takes its place, and solutions do afterwards.
-        systems=pm.union(
-            pm.tiled(2, 2, SIZE, KEYS, dtype=jnp.bfloat16),
-            pm.tiled(2, *_SHAPE, dtype=jnp.float32),
-            pm.tiled(2, 1, *_SHAPE, dtype=jnp.bfloat16),
+        systems=hp.RefUnion(
+            hp.tiled(2, 2, SIZE, KEYS, dtype=jnp.bfloat16),
+            hp.tiled(2, *_SHAPE, dtype=jnp.float32),
+            hp.tiled(2, 1, *_SHAPE, dtype=jnp.bfloat16),
         ),
         # First spans of tokens, whose tiles are as those of the log decays' pieces, and then the products of queries.
-        square=pm.tiled(*_SHAPE, dtype=jnp.bfloat16, swizzle=decay_bytes),
-        betas=pm.shared((2, SIZE), jnp.float32),
-        norms=pm.shared((SIZE,), jnp.float32),
-        token=pm.shared((SIZE,), jnp.float32),
-        total=pm.shared((2, key_dim), jnp.float32),
-        full=pm.Barrier(num_arrivals=2 * tiles + decay_tiles + 1),
-        span_full=pm.Barrier(num_arrivals=1),
+        square=hp.tiled(*_SHAPE, dtype=jnp.bfloat16, swizzle=decay_bytes),
+        betas=hp.SMEM((2, SIZE), jnp.float32),
+        norms=hp.SMEM((SIZE,), jnp.float32),
+        token=hp.SMEM((SIZE,), jnp.float32),
+        total=hp.SMEM((2, key_dim), jnp.float32),
+        full=hp.Barrier(num_arrivals=2 * tiles + decay_tiles + 1),
+        span_full=hp.Barrier(num_arrivals=1),
     )
-    results = pm.kernel(
+    results = hp.kernel(
         functools.partial(kernel, [*given, *outputs, *scratch], scale=scale, use_qk_l2norm=use_qk_l2norm),
         out_type=tuple(outputs.values()),
         grid=(number, -(-heads // 2)),
         grid_names=("chunk", "pair"),
         scratch_types=list(scratch.values()),
-        compiler_params=pm.fast_math(),
+        compiler_params=hp.fast_math(),
         kernel_name="gated_delta_rule_prefill_products",
     )(*given.values())
     return dict(zip(outputs, results, strict=True))

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
+from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, load_values
+from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 
 WARPGROUPS = 3  # of a program
 _QUERY_STAGES = 2  # chunks whose queries are in shared memory
@@ -61,22 +61,22 @@ def carry_states(
     refs, token_rows, per_channel, count, first = head.refs, head.token_rows, head.per_channel, head.count, head.first
     out_rows, out_tile = token_rows["out"], head.token_tiles["out"]
     stages, key_tiles = refs.chunk_factors.shape[0], head.key_tiles
-    values = pm.slice_of(part * TILE, TILE)
+    values = hp.ds(part * TILE, TILE)
 
     def fetch():
         """Fetches what the chunks to come need: keys, values and squares for the state, then queries for the outputs."""
-        pm.set_max_registers(40, action="decrease")
+        hp.set_max_registers(40, action="decrease")
         begin()
 
         def one(chunk, _):
             token, _ = head.row.tokens_of(chunk)
-            here, number = pm.slice_of(token, TILE), first + chunk
+            here, number = hp.ds(token, TILE), first + chunk
             at = jax.lax.rem(chunk, jnp.int32(stages))
             full = refs.full.at[at]
-            pm.when(chunk >= stages)(lambda: pm.wait(refs.free.at[at]))
+            hp.when(chunk >= stages)(lambda: hp.barrier_wait(refs.free.at[at]))
             for name in ("k_before", "k_after") if per_channel else ("k",):
                 head.copy_keys(name, here, number, at, full)
-            pm.copy_in(refs.v.at[here, head.head, values], token_rows["v"].at[at], full)
+            hp.copy_gmem_to_smem(refs.v.at[here, head.head, values], token_rows["v"].at[at], full)
             if wait_for_products:
                 wait_for_products(number, head.key_head)
             head.copy_products(number, at, full)
@@ -85,92 +85,92 @@ def carry_states(
         def fetch_queries(chunk, here, number):
             at = jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES))
             full = refs.query_full.at[at]
-            pm.when(chunk >= _QUERY_STAGES)(lambda: pm.wait(refs.query_free.at[at]))
+            hp.when(chunk >= _QUERY_STAGES)(lambda: hp.barrier_wait(refs.query_free.at[at]))
             head.copy_keys("q_before" if per_channel else "q", here, number, at, full)
-            pm.copy_in(refs.attention.at[0, head.head, number], refs.squares["attention"].at[at], full)
+            hp.copy_gmem_to_smem(refs.attention.at[0, head.head, number], refs.squares["attention"].at[at], full)
             if not per_channel:
-                pm.copy_in(refs.scales.at[head.head, number, 1], refs.of_query.at[at], full)
+                hp.copy_gmem_to_smem(refs.scales.at[head.head, number, 1], refs.of_query.at[at], full)
 
         jax.lax.fori_loop(0, count, one, None)
         # A barrier has one phase bit, so each of its completions must be waited for.
         for length, free in ((stages, refs.free), (_QUERY_STAGES, refs.query_free)):
 
-            @pm.loop(jnp.maximum(count - length, 0), count)
+            @hp.loop(jnp.maximum(count - length, 0), count)
             def _(chunk, length=length, free=free):
-                pm.wait(free.at[jax.lax.rem(chunk, jnp.int32(length))])
+                hp.barrier_wait(free.at[jax.lax.rem(chunk, jnp.int32(length))])
 
     def carry_state():
         """Runs the chunks' way from state to state, and hands the state before each and its corrections to the outputs."""
-        pm.set_max_registers(232, action="increase")
+        hp.set_max_registers(232, action="increase")
 
         def advance(chunk, state):
             """Runs one chunk. Takes and returns the state's tiles."""
             at = jax.lax.rem(chunk, jnp.int32(stages))
             _, live = head.row.tokens_of(chunk)
             v_tile = head.token_tiles["v"].at[at]
-            pm.wait(refs.full.at[at])
+            hp.barrier_wait(refs.full.at[at])
             head.keep_tokens(live, v_tile, at)
 
             def publish_state():
-                pm.when(chunk > 0)(lambda: pm.wait(refs.state_free))
-                pm.hand_over(
+                hp.when(chunk > 0)(lambda: hp.barrier_wait(refs.state_free))
+                hp.store_and_arrive(
                     [head.piece(x, 0)() for x in state], [refs.states.at[n] for n in key_tiles], refs.state_full
                 )
                 return [load_values(v_tile)]
 
-            known, v = pm.multiply_all(SHAPE, [head.of_before(state, at)], publish_state)
-            (added,) = pm.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
+            known, v = hp.multiply_all(SHAPE, [head.of_before(state, at)], publish_state)
+            (added,) = hp.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
 
             def publish_added():
-                pm.when(chunk > 0)(lambda: pm.wait(refs.added_free))
-                pm.hand_over([added.astype(jnp.bfloat16)], [refs.added], refs.added_full)
+                hp.when(chunk > 0)(lambda: hp.barrier_wait(refs.added_free))
+                hp.store_and_arrive([added.astype(jnp.bfloat16)], [refs.added], refs.added_full)
 
-            change = pm.multiply_all(SHAPE, head.of_added(added, at), publish_added)
+            change = hp.multiply_all(SHAPE, head.of_added(added, at), publish_added)
             state = head.changed(state, change, at)
-            pm.arrive(refs.free.at[at])
+            hp.barrier_arrive(refs.free.at[at])
             return state
 
         state = head.initial(values)
         begin()
 
-        @pm.when(count > 0)
+        @hp.when(count > 0)
         def _():
             advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, advance, state)
             store = lambda block, state: head.store(block, state, values)
             last = head.row.run(refs, state, advance_to, store)
             head.row.store_last(refs.write_block[row], last, store)
-            pm.wait(refs.state_free)
-            pm.wait(refs.added_free)
+            hp.barrier_wait(refs.state_free)
+            hp.barrier_wait(refs.added_free)
 
     def write_outputs():
         """Makes the outputs of each chunk from the state before it and from its corrections."""
         begin()
-        pm.set_max_registers(232, action="increase")
+        hp.set_max_registers(232, action="increase")
 
         def one(chunk, _):
             at = jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES))
             token, live = head.row.tokens_of(chunk)
-            pm.wait(refs.query_full.at[at])
-            pm.wait(refs.state_full)
+            hp.barrier_wait(refs.query_full.at[at])
+            hp.barrier_wait(refs.state_full)
             queries, attention = head.keys_of("q_before", at), refs.squares["attention"].at[at]
-            (out,) = pm.multiply_all(SHAPE, [[(queries[n], refs.states.at[n].T) for n in key_tiles]])
-            pm.arrive(refs.state_free)
+            (out,) = hp.multiply_all(SHAPE, [[(queries[n], refs.states.at[n].T) for n in key_tiles]])
+            hp.barrier_arrive(refs.state_free)
             if not per_channel:
-                out = pm.along_rows(pm.load_per_row(refs.of_query.at[at]), TILE) * out
-            pm.wait(refs.added_full)
-            (of_added,) = pm.multiply_all(SHAPE, [[(attention, refs.added.T)]])
-            pm.arrive(refs.added_free)
-            pm.arrive(refs.query_free.at[at])
-            pm.wait_for_copies_out(0, wait_read_only=True)
+                out = hp.along_rows(hp.load_per_row(refs.of_query.at[at]), TILE) * out
+            hp.barrier_wait(refs.added_full)
+            (of_added,) = hp.multiply_all(SHAPE, [[(attention, refs.added.T)]])
+            hp.barrier_arrive(refs.added_free)
+            hp.barrier_arrive(refs.query_free.at[at])
+            hp.wait_smem_to_gmem(0, wait_read_only=True)
             out_tile[...] = (out + of_added).astype(jnp.bfloat16)
-            pm.commit()
+            hp.commit_smem()
             head.store_outputs(token, live, out_rows, values)
 
         jax.lax.fori_loop(0, count, one, None)
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
         head.clear_outputs(head.row.total, values)
 
-    pm.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
+    hp.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
 
 def memory(key_dim: int, pieces: int, dtype: Any, _pool: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
@@ -179,19 +179,19 @@ def memory(key_dim: int, pieces: int, dtype: Any, _pool: Any, *, per_channel: bo
     tokens, squares = dict(out=SHAPE, v=(stages, *SHAPE)), dict(solve=(stages, pieces), attention=(_QUERY_STAGES,))
     if per_channel:
         squares |= dict(k_before=(stages, tiles), k_after=(stages, tiles), q_before=(_QUERY_STAGES, tiles))
-        factors = pm.shared((stages, key_dim), jnp.float32)
+        factors = hp.SMEM((stages, key_dim), jnp.float32)
     else:
         tokens |= dict(k=(stages, tiles, *SHAPE), q=(_QUERY_STAGES, tiles, *SHAPE))
-        factors = pm.shared((stages, 4, TILE), jnp.float32)
-    tile = lambda *shape: pm.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
+        factors = hp.SMEM((stages, 4, TILE), jnp.float32)
+    tile = lambda *shape: hp.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
     others = dict(
         squares={name: tile(*shape) for name, shape in squares.items()},
         chunk_factors=factors,
-        of_query=pm.shared((_QUERY_STAGES, TILE), jnp.float32),
+        of_query=hp.SMEM((_QUERY_STAGES, TILE), jnp.float32),
         states=tile(tiles),
         added=tile(),
     )
-    rows, tiles_of_tokens = pm.views_of_tokens(tokens, dtype)
+    rows, tiles_of_tokens = hp.views_of_tokens(tokens, dtype)
     return [(rows, others), (tiles_of_tokens,)]
 
 
@@ -199,15 +199,15 @@ def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
     """Describes a program's barriers."""
     tiles, stages = key_dim // TILE, _stages(per_channel)
     return dict(
-        full=pm.Barrier(num_arrivals=(1 + per_channel) * tiles + 1 + pieces + 1, num_barriers=stages),
-        free=pm.Barrier(num_barriers=stages),
-        query_full=pm.Barrier(num_arrivals=tiles + 1 + (not per_channel), num_barriers=_QUERY_STAGES),
-        query_free=pm.Barrier(num_barriers=_QUERY_STAGES),
-        state_full=pm.Barrier(),
-        state_free=pm.Barrier(),
-        added_full=pm.Barrier(),
-        added_free=pm.Barrier(),
-        done=pm.Barrier(num_arrivals=WARPGROUPS),
+        full=hp.Barrier(num_arrivals=(1 + per_channel) * tiles + 1 + pieces + 1, num_barriers=stages),
+        free=hp.Barrier(num_barriers=stages),
+        query_full=hp.Barrier(num_arrivals=tiles + 1 + (not per_channel), num_barriers=_QUERY_STAGES),
+        query_free=hp.Barrier(num_barriers=_QUERY_STAGES),
+        state_full=hp.Barrier(),
+        state_free=hp.Barrier(),
+        added_full=hp.Barrier(),
+        added_free=hp.Barrier(),
+        done=hp.Barrier(num_arrivals=WARPGROUPS),
     )
 
 

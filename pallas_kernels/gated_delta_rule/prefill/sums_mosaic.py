@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, ir, memref
+from pallas_kernels import hopper as hp
 from pallas_kernels._pallas_triton import LOG2_E
+from pallas_kernels._warpgroup import LANES
 
 SIZE = 64  # the tokens of a chunk
 _STEPS = 1, 2, 4, 8, 16  # distances of threads whose sums are added, one after the other
@@ -49,23 +48,23 @@ def load_gates(g: Any, beta: Any, start: Any, count: Any, heads: Sequence[Any]) 
         heads: The two heads.
 
     Returns:
-        Both, float32 [2 * 64] in the layout `pm.spread`, 0 for places without a token.
+        Both, float32 [2 * 64] in the layout `spread`, 0 for places without a token.
     """
 
-    def body(_: Any, g: Any, beta: Any, start: Any, count: Any, head: Any, other_head: Any) -> Any:
-        thread = pm.thread_index_again()
+    def body(g: Any, beta: Any, start: Any, count: Any, head: Any, other_head: Any) -> Any:
+        thread = hp.thread_index_again()
         half, token = _place(thread)
-        is_live = arith.cmpi(arith.CmpIPredicate.slt, token, count)
-        column = arith.select(code.is_equal(half, 0), head, other_head)
+        is_live = token < count
+        column = hp.select(half == 0, head, other_head)
 
-        def load(ref: Any) -> jax.Array:
-            place = code.address_in_rows(ref, code.total(start, token), ir.MemRefType(ref.type).shape[1], column)
-            return code.array([arith.bitcast(ir.F32Type.get(), code.load_if(is_live, place, 32))])
+        def load(ref: Any) -> list[Any]:
+            place = hp.long_row_address(ref, start + token, ref.shape[1], column)
+            return hp.strided([hp.bitcast(hp.load_if(is_live, place, 32), jnp.float32)])
 
         return load(g), load(beta)
 
     loaded = [(2 * SIZE, jnp.float32)] * 2
-    log_decays, strengths = pm.inline(body, (g, ()), (beta, ()), start, count, *heads, results=loaded)
+    log_decays, strengths = hp.inline(body, (g, ()), (beta, ()), start, count, *heads, results=loaded)
     return log_decays, strengths
 
 
@@ -80,55 +79,55 @@ def sum_log_decays(log_decays: jax.Array, strengths: jax.Array, per_row: Any, pe
         sums: Memory for sums of warps, float32 [3, 4], in shared memory.
     """
 
-    def body(_: Any, log_decays: Any, strengths: Any, per_row: Any, per_column: Any, sums: Any) -> None:
-        thread = pm.thread_index_again()
+    def body(log_decays: Any, strengths: Any, per_row: Any, per_column: Any, sums: Any) -> None:
+        thread = hp.thread_index_again()
         half, token = _place(thread)
-        lane, warp = code.lane_and_warp(thread)
-        (x,), (strength,) = code.elements(log_decays), code.elements(strengths)
-        nothing = code.number(0.0)
+        lane, warp = hp.lane_and_warp(thread)
+        (x,), (strength,) = hp.elements(log_decays), hp.elements(strengths)
+        nothing = hp.f32(0.0)
 
         def share(kind: int, value: Any, is_source: Any) -> list[Any]:
             """Returns a value of the first and of the second warp of this thread's head."""
-            with pm.only_if(is_source):
-                memref.store(value, sums, code.indices(pm.constant(kind), warp))
-            pm.warpgroup_barrier()
-            places = [code.total(code.scaled(half, 2), pm.constant(n)) for n in (0, 1)]
-            return [memref.load(sums, code.indices(pm.constant(kind), place)) for place in places]
+            with hp.predicated(is_source):
+                sums[kind, warp] = value
+            hp.warpgroup_barrier()
+            places = [half * 2 + n for n in (0, 1)]
+            return [sums[kind, place] for place in places]
 
         def running(kind: int, x: Any) -> tuple[Any, Any]:
             """Returns the sum of the values up to this token, and that of all."""
             for distance in _STEPS:
-                has_earlier = arith.cmpi(arith.CmpIPredicate.sge, lane, pm.constant(distance))
-                x = arith.addf(x, arith.select(has_earlier, pm.from_earlier(x, distance), nothing))
-            first, second = share(kind, x, code.is_equal(lane, code.LANES - 1))
-            in_second = code.is_equal(arith.andi(warp, pm.constant(1)), 1)
-            return arith.addf(x, arith.select(in_second, first, nothing)), arith.addf(second, first)
+                has_earlier = lane >= distance
+                x = x + hp.select(has_earlier, hp.shfl_up(x, distance), nothing)
+            first, second = share(kind, x, lane == LANES - 1)
+            in_second = warp & 1 == 1
+            return x + hp.select(in_second, first, nothing), second + first
 
-        total = pm.sum_over(x, _STEPS)
-        magic = arith.mulf(arith.addf(*share(0, total, code.is_equal(lane, 0))), code.number(-4.0))
-        rounded = arith.subf(arith.addf(x, magic), magic)
+        total = hp.sum_over_lanes(x, _STEPS)
+        magic = hp.add(*share(0, total, lane == 0)) * -4.0
+        rounded = x + magic - magic
         coarse, coarse_total = running(1, rounded)
-        fine, fine_total = running(2, arith.subf(x, rounded))
+        fine, fine_total = running(2, x - rounded)
 
         def log2_of(a: Any, b: Any) -> Any:
-            return arith.mulf(arith.minimumf(arith.addf(a, b), nothing), code.number(LOG2_E))
+            return hp.minimum(a + b, nothing) * LOG2_E
 
-        rest = [arith.subf(whole, part) for whole, part in ((coarse_total, coarse), (fine_total, fine))]
+        rest = [whole - part for whole, part in ((coarse_total, coarse), (fine_total, fine))]
         found = Factors(
             coarse=coarse,
-            fine=arith.mulf(fine, code.number(LOG2_E)),
+            fine=fine * LOG2_E,
             before=log2_of(coarse, fine),
             after=log2_of(*rest),
             total=log2_of(coarse_total, fine_total),
             beta=strength,
         )
         for n, value in enumerate(found):
-            memref.store(value, per_row, code.indices(half, pm.constant(n), token))
+            per_row[half, n, token] = value
         for n, value in enumerate(found[:2]):
-            memref.store(value, per_column, code.indices(half, pm.constant(n), token))
-        pm.warpgroup_barrier()
+            per_column[half, n, token] = value
+        hp.warpgroup_barrier()
 
-    pm.inline(body, log_decays, strengths, *((x, ()) for x in (per_row, per_column, sums)))
+    hp.inline(body, log_decays, strengths, *((x, ()) for x in (per_row, per_column, sums)))
 
 
 def scale_tokens(per_row: Any, norms: Any, scales: Any) -> None:
@@ -143,21 +142,19 @@ def scale_tokens(per_row: Any, norms: Any, scales: Any) -> None:
             decays from each token to the end times the key's factor, and the decay over the chunk. float32 [2, 4, 64].
     """
 
-    def body(_: Any, per_row: Any, norms: Any, scales: Any) -> None:
-        half, token = _place(pm.thread_index_again())
-        of_key, of_query = (memref.load(norms, code.indices(pm.constant(n), token)) for n in (0, 1))
+    def body(per_row: Any, norms: Any, scales: Any) -> None:
+        half, token = _place(hp.thread_index_again())
+        of_key, of_query = (norms[n, token] for n in (0, 1))
         at = Factors()
-        loaded = [
-            memref.load(per_row, code.indices(half, pm.constant(n), token)) for n in (at.before, at.after, at.total)
-        ]
-        before, after, total = (code.approximate("ex2", x) for x in loaded)
-        found = arith.negf(arith.mulf(before, of_key)), arith.mulf(before, of_query), arith.mulf(after, of_key), total
+        loaded = [per_row[half, n, token] for n in (at.before, at.after, at.total)]
+        before, after, total = (hp.approximate("ex2", x) for x in loaded)
+        found = -(before * of_key), before * of_query, after * of_key, total
         for n, value in enumerate(found):
-            memref.store(value, scales, code.indices(half, pm.constant(n), token))
+            scales[half, n, token] = value
 
-    pm.inline(body, *((x, ()) for x in (per_row, norms, scales)))
+    hp.inline(body, *((x, ()) for x in (per_row, norms, scales)))
 
 
 def _place(thread: Any) -> tuple[Any, Any]:
     """Returns a thread's head, 0 or 1, and its token."""
-    return arith.shrui(thread, pm.constant(6)), arith.andi(thread, pm.constant(SIZE - 1))
+    return thread >> 6, thread & (SIZE - 1)

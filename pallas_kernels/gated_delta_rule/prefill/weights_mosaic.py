@@ -9,17 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
+from pallas_kernels import hopper as hp
 from pallas_kernels._pallas_triton import LOG2_E
-from pallas_kernels._warpgroup import THREADS
+from pallas_kernels._warpgroup import LANES, THREADS
 from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _GROUP = 8  # columns, of which a thread has two. So many numbers of 16 bits have 16 bytes
 _ROWS = 8  # of a piece of a tile
-_WARPS = THREADS // code.LANES
+_WARPS = THREADS // LANES
 _OF_WARP = SIZE // _WARPS  # rows
 _PARTS = _OF_WARP // _ROWS  # of a warp's rows, in each of which a thread has one row
 _GROUPS = _OF_WARP // _GROUP  # of columns, whose tokens are those of a warp's rows
@@ -37,27 +35,27 @@ def find_norms(products: jax.Array | None, norms: Any, factor: float) -> None:
         factor: What all of them are multiplied with.
     """
 
-    def body(_: Any, *operands: Any) -> None:
+    def body(*operands: Any) -> None:
         *products, norms = operands
-        lane, warp = code.lane_and_warp(pm.thread_index_again())
-        row, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
-        factors = [code.number(factor)] * _PARTS
+        lane, warp = hp.lane_and_warp(hp.thread_index_again())
+        row, pair = lane >> 2, lane & 3
+        factors = [hp.f32(factor)] * _PARTS
         if products:
             for part, total in enumerate(_diagonal(products[0], row, warp)):
-                norm = code.approximate("rsqrt", arith.addf(total, code.number(L2_EPSILON)))
-                factors[part] = arith.mulf(norm, factors[part])
-        has_diagonal = arith.cmpi(arith.CmpIPredicate.eq, pair, arith.shrui(row, pm.constant(1)))
-        with pm.only_if(has_diagonal):
+                norm = hp.approximate("rsqrt", total + L2_EPSILON)
+                factors[part] = norm * factors[part]
+        has_diagonal = pair == row >> 1
+        with hp.predicated(has_diagonal):
             for place, found in zip(_rows(warp, row)[1], factors, strict=True):
-                memref.store(found, norms, code.indices(place))
+                norms[place] = found
 
-    pm.inline(body, *([] if products is None else [products]), (norms, ()))
+    hp.inline(body, *([] if products is None else [products]), (norms, ()))
 
 
 def _rows(warp: Any, in_piece: Any) -> tuple[list[Any], list[Any]]:
     """Returns a thread's piece of eight rows in each part, and its row, which has the place `in_piece` in both."""
-    pieces = [code.total(code.scaled(warp, _PARTS), pm.constant(part)) for part in range(_PARTS)]
-    return pieces, [code.total(code.scaled(piece, _ROWS), in_piece) for piece in pieces]
+    pieces = [warp * _PARTS + part for part in range(_PARTS)]
+    return pieces, [piece * _ROWS + in_piece for piece in pieces]
 
 
 def _diagonal(products: Any, row: Any, warp: Any) -> list[Any]:
@@ -65,21 +63,21 @@ def _diagonal(products: Any, row: Any, warp: Any) -> list[Any]:
 
     Of its warp's 16 rows, a thread has `row` and the one eight later, and of every eight columns two.
     """
-    held = [code.parts(x) for x in products.registers.flat]
-    is_odd = code.is_equal(arith.andi(row, pm.constant(1)), 1)
+    held = [hp.unpack(x) for x in products]
+    is_odd = row & 1 == 1
     found = []
     for part in range(_PARTS):
         # Each warp has its own 16 columns of the diagonal. Which of its registers they are in depends on the warp.
         pairs = [held[_PARTS * (_GROUPS * of_warp + part) + part] for of_warp in range(_WARPS)]
-        found.append(_of_warp([code.either(is_odd, second, first) for first, second in pairs], warp))
+        found.append(_of_warp([hp.select(is_odd, second, first) for first, second in pairs], warp))
     return found
 
 
 def _of_warp(values: Sequence[Any], warp: Any) -> Any:
     """Returns the value of this thread's warp."""
-    is_odd, is_late = (code.differs(arith.andi(warp, pm.constant(bit)), 0) for bit in (1, 2))
-    first, second = (code.either(is_odd, values[n + 1], values[n]) for n in (0, 2))
-    return code.either(is_late, second, first)
+    is_odd, is_late = (warp & bit != 0 for bit in (1, 2))
+    first, second = (hp.select(is_odd, values[n + 1], values[n]) for n in (0, 2))
+    return hp.select(is_late, second, first)
 
 
 def weigh(
@@ -102,24 +100,24 @@ def weigh(
         attention: Receives the weights of corrections in outputs. bfloat16 [64, 64], `tiled`.
     """
 
-    def body(_: Any, keys: Any, queries: Any, *refs: Any) -> None:
+    def body(keys: Any, queries: Any, *refs: Any) -> None:
         thread = _Thread(keys, queries, *refs)
         for warp in range(_WARPS - 1):
             groups = range(_GROUPS * warp, _GROUPS * (warp + 1))
-            with pm.only_if(arith.cmpi(arith.CmpIPredicate.sgt, thread.warp, pm.constant(warp))):
+            with hp.predicated(thread.warp > warp):
                 for n in groups:
                     thread.weigh_earlier(n)
-            with pm.only_if(code.is_less(thread.warp, warp + 1)):
+            with hp.predicated(thread.warp < warp + 1):
                 for n in groups:
                     thread.clear_later(n + _GROUPS)
         # The warp's number is computed again, because the compiler would keep it in memory until here.
-        _, warp = code.lane_and_warp(pm.thread_index_again())
+        _, warp = hp.lane_and_warp(hp.thread_index_again())
         for group in range(_GROUPS):
             thread.weigh_own(group, warp)
 
     vectors = [(x, ()) for x in (per_row, per_column, norms)]
-    tiles = (system, pm.tiling(jnp.float32)), (attention, pm.tiling(jnp.bfloat16))
-    pm.inline(body, keys, queries, *vectors, *tiles)
+    tiles = (system, hp.tiling(jnp.float32)), (attention, hp.tiling(jnp.bfloat16))
+    hp.inline(body, keys, queries, *vectors, *tiles)
 
 
 class _Thread:
@@ -134,38 +132,38 @@ class _Thread:
     ) -> None:
         """Loads what belongs to the rows."""
         self._per_column, self._norms, self._system, self._attention = per_column, norms, system, attention
-        lane, self.warp = code.lane_and_warp(pm.thread_index_again())
-        self._in_piece, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
+        lane, self.warp = hp.lane_and_warp(hp.thread_index_again())
+        self._in_piece, pair = lane >> 2, lane & 3
         self._pieces, rows = _rows(self.warp, self._in_piece)
-        of_row = lambda ref, n: [memref.load(ref, code.indices(pm.constant(n), row)) for row in rows]
+        of_row = lambda ref, n: [ref[n, row] for row in rows]
         coarse, fine, beta = (of_row(per_row, n) for n in (_AT.coarse, _AT.fine, _AT.beta))
         of_keys, of_queries = (of_row(norms, n) for n in (0, 1))
-        of_keys = [arith.negf(arith.mulf(x, y)) for x, y in zip(of_keys, beta, strict=True)]
+        of_keys = [-(x * y) for x, y in zip(of_keys, beta, strict=True)]
         # For each row, the sums of log decays, and the factors of keys and of queries. The latter are decayed for earlier
         # columns, from the token of the warp's first row on.
         self._sums, self._factors = [*zip(coarse, fine, strict=True)], [*zip(of_keys, of_queries, strict=True)]
-        first = code.scaled(self.warp, _OF_WARP)
-        self._start = [memref.load(per_row, code.indices(pm.constant(n), first)) for n in (_AT.coarse, _AT.fine)]
+        first = self.warp * _OF_WARP
+        self._start = [per_row[n, first] for n in (_AT.coarse, _AT.fine)]
         decays = [_decay(self._start, to) for to in self._sums]
-        self._decayed = [[arith.mulf(x, y) for x in each] for each, y in zip(self._factors, decays, strict=True)]
-        self._products = [[*x.registers.flat] for x in (keys, queries)]
+        self._decayed = [[x * y for x in each] for each, y in zip(self._factors, decays, strict=True)]
+        self._products = [[*x] for x in (keys, queries)]
         # Where a group's first column of this thread is in the group, and where it is in both tiles for the first group. The
         # swizzle moves a group by changing bits of its place.
-        self._in_group = code.scaled(pair, 2)
-        half, in_half = arith.shrui(pair, pm.constant(1)), code.scaled(arith.andi(pair, pm.constant(1)), 2)
-        self._in_system = code.total(code.swizzled(half, self._in_piece, _GROUP // 2), in_half)
-        self._in_attention = code.total(code.scaled(self._in_piece, _GROUP), self._in_group)
+        self._in_group = pair * 2
+        half, in_half = pair >> 1, (pair & 1) * 2
+        self._in_system = hp.swizzled(half, self._in_piece, _GROUP // 2) + in_half
+        self._in_attention = self._in_piece * _GROUP + self._in_group
 
     def weigh_earlier(self, n: int) -> None:
         """Weighs the n-th group, whose tokens come before those of the warp's rows."""
-        weights = [arith.mulf(_decay(to, self._start), norm) for to, norm in self._columns(pm.constant(n))]
+        weights = [_decay(to, self._start) * norm for to, norm in self._columns(hp.i32(n))]
         for part in range(_PARTS):
             products = [x[_PARTS * n + part] for x in self._products]
-            self._store(pm.constant(n), part, *_weighted(products, weights, self._decayed[part]))
+            self._store(hp.i32(n), part, *_weighted(products, weights, self._decayed[part]))
 
     def weigh_own(self, group: int, warp: Any) -> None:
         """Weighs one of the groups whose tokens are those of the warp's rows."""
-        n = code.total(code.scaled(warp, _GROUPS), pm.constant(group))
+        n = warp * _GROUPS + group
         columns = self._columns(n)
         for part in range(_PARTS):
             if part < group:
@@ -173,55 +171,55 @@ class _Thread:
                 continue
             of_warps = [[x[_PARTS * (_GROUPS * m + group) + part] for m in range(_WARPS)] for x in self._products]
             products = [_of_warp(each, warp) for each in of_warps]
-            weights = [arith.mulf(_decay(to, self._sums[part]), norm) for to, norm in columns]
+            weights = [_decay(to, self._sums[part]) * norm for to, norm in columns]
             of_system, of_attention = _weighted(products, weights, self._factors[part])
             if part == group:
-                places = [code.total(self._in_group, pm.constant(m)) for m in range(2)]
-                is_later = [arith.cmpi(arith.CmpIPredicate.sgt, x, self._in_piece) for x in places]
-                nothing = code.number(0.0)
-                of_attention = [arith.select(x, nothing, y) for x, y in zip(is_later, of_attention, strict=True)]
+                places = [self._in_group + m for m in range(2)]
+                is_later = [x > self._in_piece for x in places]
+                nothing = hp.f32(0.0)
+                of_attention = [hp.select(x, nothing, y) for x, y in zip(is_later, of_attention, strict=True)]
             self._store(n, part, of_system, of_attention)
 
     def clear_later(self, n: int) -> None:
         """Sets the weights of the n-th group to zero, whose tokens come after those of the warp's rows."""
         for part in range(_PARTS):
-            self._clear(pm.constant(n), part)
+            self._clear(hp.i32(n), part)
 
     def _columns(self, n: Any) -> list[tuple[tuple[Any, Any], Any]]:
         """Returns, for both columns of the n-th group, the sums of log decays and the factor of the key."""
-        kind, first = code.vector_type(2, ir.F32Type.get()), code.total(self._in_group, code.scaled(n, _GROUP))
-        load = lambda ref, at: vector.load(kind, ref, code.indices(pm.constant(at), first), alignment=8)
+        first = self._in_group + n * _GROUP
+        load = lambda ref, at: hp.load_vector(ref, at, first, count=2)
         arrays = (self._per_column, 0), (self._per_column, 1), (self._norms, 0)
-        coarse, fine, norm = (code.parts(load(*x)) for x in arrays)
+        coarse, fine, norm = (hp.unpack(load(*x)) for x in arrays)
         return [*zip(zip(coarse, fine, strict=True), norm, strict=True)]
 
     def _clear(self, n: Any, part: int) -> None:
         """Sets the weights of a row's n-th group to zero. Nothing reads the system there."""
-        self._store_attention(n, part, [code.number(0.0)] * 2)
+        self._store_attention(n, part, [hp.f32(0.0)] * 2)
 
     def _store(self, n: Any, part: int, of_system: Sequence[Any], of_attention: Sequence[Any]) -> None:
         """Stores what a row's n-th group has in the system, and its weights."""
-        in_tile = arith.xori(self._in_system, code.scaled(arith.andi(n, pm.constant(3)), _GROUP))
-        place = code.indices(self._pieces[part], arith.shrui(n, pm.constant(2)), self._in_piece, in_tile)
-        vector.store(code.from_parts(of_system), self._system, place, alignment=8)
+        in_tile = self._in_system ^ ((n & 3) * _GROUP)
+        at = [hp.index(x) for x in (self._pieces[part], n >> 2, self._in_piece, in_tile)]
+        hp.store_vector(hp.pack(of_system), self._system, *at)
         self._store_attention(n, part, of_attention)
 
     def _store_attention(self, n: Any, part: int, values: Sequence[Any]) -> None:
         """Stores the weights of a row's n-th group."""
-        in_tile = arith.xori(self._in_attention, code.scaled(n, _GROUP))
-        place = code.indices(self._pieces[part], pm.constant(0), self._in_piece, in_tile)
-        vector.store(code.rounded_pair(values, jnp.bfloat16), self._attention, place, alignment=4)
+        in_tile = self._in_attention ^ (n * _GROUP)
+        at = [hp.index(x) for x in (self._pieces[part], hp.i32(0), self._in_piece, in_tile)]
+        hp.store_vector(hp.rounded_pair(values, jnp.bfloat16), self._attention, *at)
 
 
 def _weighted(products: Sequence[Any], weights: Sequence[Any], factors: Sequence[Any]) -> list[list[Any]]:
     """Returns two products of keys, and two of queries and keys, times the columns' weights and the row's two factors."""
     return [
-        [arith.mulf(arith.mulf(w, x), factor) for w, x in zip(weights, code.parts(each), strict=True)]
+        [w * x * factor for w, x in zip(weights, hp.unpack(each), strict=True)]
         for each, factor in zip(products, factors, strict=True)
     ]
 
 
 def _decay(since: Sequence[Any], until: Sequence[Any]) -> Any:
     """Returns the decay from one token to another one, given the first two `Factors` of both."""
-    coarse, fine = (arith.subf(x, y) for x, y in zip(until, since, strict=True))
-    return code.approximate("ex2", math.fma(coarse, code.number(LOG2_E), fine))
+    coarse, fine = (x - y for x, y in zip(until, since, strict=True))
+    return hp.approximate("ex2", hp.fma(coarse, hp.f32(LOG2_E), fine))

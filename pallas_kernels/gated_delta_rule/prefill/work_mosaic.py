@@ -5,9 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import memref
+from pallas_kernels import hopper as hp
 
 
 class Work(NamedTuple):
@@ -43,28 +41,26 @@ class Work(NamedTuple):
 def tell(numbers: Any, told: Any, first: int) -> None:
     """Writes int32 numbers to an array in shared memory, from the `first` place on, by one warpgroup."""
 
-    def body(_: Any, told: Any, *numbers: Any) -> None:
-        with pm.only_if(code.is_equal(pm.thread_index_again(), 0)):
+    def body(told: Any, *numbers: Any) -> None:
+        with hp.predicated(hp.thread_index_again() == 0):
             for n, number in enumerate(numbers, first):
-                memref.store(number, told, code.indices(pm.constant(n)))
-        pm.warpgroup_barrier()
+                told[n] = number
+        hp.warpgroup_barrier()
 
-    pm.inline(body, (told, ()), *numbers)
+    hp.inline(body, (told, ()), *numbers)
 
 
 def take_next(taken: Any, number: Any) -> None:
     """Takes the next number that no program has taken, by one warpgroup.
 
     Args:
-        taken: How many have been taken: one of `pm.counters`.
+        taken: How many have been taken: one of `hp.semaphores`.
         number: Receives the number as its first element. An int32 array in shared memory.
     """
 
-    def body(_: Any, taken: Any, number: Any) -> None:
-        with pm.only_if(code.is_equal(pm.thread_index_again(), 0)):
-            place = pm.address(taken, pm.constant(0))
-            before = pm.assembly("atom.global.add.u32 $0, [$1], 1;", "=r,l", pm.integer(), [place])
-            memref.store(before, number, code.indices(pm.constant(0)))
-        pm.warpgroup_barrier()
+    def body(taken: Any, number: Any) -> None:
+        with hp.predicated(hp.thread_index_again() == 0):
+            number[0] = hp.fetch_and_increment(taken)
+        hp.warpgroup_barrier()
 
-    pm.inline(body, (taken, ()), (number, ()))
+    hp.inline(body, (taken, ()), (number, ()))

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.selective_state_update.deferred.weights import Factors, sizes, weights
@@ -67,21 +67,21 @@ def _kernel(
     channels]. The barriers tell when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values
     are multiplied in `count` pieces of bfloat16.
     """
-    row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
+    row, head, part = (hp.axis_index(axis) for axis in ("row", "head", "part"))
     rows, (_, state_dim), length = slots.shape[0], pool.shape[3:], ring_x.shape[3] // 2
     vectors, places = C_tile.shape[0], fold_tile.shape[0]
     at = Factors.of(vectors, places)
-    tile = pm.SWIZZLE // pool.dtype.itemsize  # states in a step of a product
-    tiles = [pm.slice_of(first, tile) for first in range(0, state_dim, tile)]
+    tile = hp.SWIZZLE // pool.dtype.itemsize  # states in a step of a product
+    tiles = [hp.ds(first, tile) for first in range(0, state_dim, tile)]
     start, end, total = query_start_loc[row], query_start_loc[row + 1], query_start_loc[rows]
     layer, slot, base, position = layer_of[0], slots[row], bases[row], positions[row]
     read, fold_to = read_blocks[row], fold_blocks[row]
     tokens = end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
-    dims = pm.slice_of(part * _CHANNELS, _CHANNELS)
+    dims = hp.ds(part * _CHANNELS, _CHANNELS)
     group = jax.lax.div(head, jnp.int32(pool.shape[2] // C.shape[1]))
-    place, vector = pm.columns((_CHANNELS, places)), pm.columns((_CHANNELS, vectors))
+    place, vector = hp.columns((_CHANNELS, places)), hp.columns((_CHANNELS, vectors))
 
     def place_of(position):
         return jax.lax.rem(position, jnp.int32(2 * length))
@@ -89,25 +89,25 @@ def _kernel(
     def fetch():
         """Starts the copies of what the program reads."""
 
-        @pm.when(read != NULL_BLOCK)
+        @hp.when(read != NULL_BLOCK)
         def _():
-            pm.copy_in(pool.at[layer, read, head, dims], state_tile, loaded)
+            hp.copy_gmem_to_smem(pool.at[layer, read, head, dims], state_tile, loaded)
 
-        @pm.when(read == NULL_BLOCK)
+        @hp.when(read == NULL_BLOCK)
         def _():
-            state_tile[...] = pm.zeros((_CHANNELS, state_dim), pool.dtype)
-            pm.commit()
-            pm.arrive(loaded)
+            state_tile[...] = hp.zeros((_CHANNELS, state_dim), pool.dtype)
+            hp.commit_smem()
+            hp.barrier_arrive(loaded)
 
-        pm.copy_in(C.at[row, group], C_tile, loaded)
-        pm.copy_in(weight.at[row, head], weight_tile, loaded)
-        pm.copy_in(factors.at[row, head], factor_tile, loaded)
+        hp.copy_gmem_to_smem(C.at[row, group], C_tile, loaded)
+        hp.copy_gmem_to_smem(weight.at[row, head], weight_tile, loaded)
+        hp.copy_gmem_to_smem(factors.at[row, head], factor_tile, loaded)
         for n, first in enumerate((first_group, boundary)):
-            entries = pm.slice_of(place_of(first), length)
-            pm.copy_in(ring_x.at[layer, slot, head, entries, dims], x_tiles.at[n], loaded)
+            entries = hp.ds(place_of(first), length)
+            hp.copy_gmem_to_smem(ring_x.at[layer, slot, head, entries, dims], x_tiles.at[n], loaded)
 
     def state_at(columns):
-        return pm.load(state_tile.at[:, columns])
+        return hp.load_tile(state_tile.at[:, columns])
 
     def operands(state):
         """Returns a state's pieces, the smallest first, so that larger products do not round them away."""
@@ -118,17 +118,17 @@ def _kernel(
     def times_C():
         """Multiplies the state with the C of the row's tokens. Returns [channels, tokens]."""
         steps = [lambda columns=columns: (operands(state_at(columns)), C_tile.at[:, columns].T) for columns in tiles]
-        return pm.multiply((_CHANNELS, vectors), steps)
+        return hp.multiply((_CHANNELS, vectors), steps)
 
     def inputs(n, first, low):
         """Returns the inputs [channels, places] of a group from position `low` on, and 0 for places without an entry."""
-        x = pm.load_transposed(x_tiles.at[n]).astype(jnp.float32)
+        x = hp.load_transposed(x_tiles.at[n]).astype(jnp.float32)
         return jnp.where((first + place >= low) & (first + place < position + tokens), x, 0.0)
 
     def run_tokens(first, x):
         """Runs the tokens in the group that starts at `first` and has the inputs x."""
-        of_state = factor_tile.at[pm.slice_of(at.of_state, vectors)]
-        of_state = pm.along_columns(pm.load_per_column(of_state), _CHANNELS)
+        of_state = factor_tile.at[hp.ds(at.of_state, vectors)]
+        of_state = hp.along_columns(hp.load_per_column(of_state), _CHANNELS)
         from_state = of_state * times_C()
 
         def lives(token):
@@ -137,74 +137,74 @@ def _kernel(
 
         for token in range(max_query_tokens):
             own = jnp.sum(jnp.where(vector == token, from_state, 0.0), axis=1)
-            of_inputs = pm.along_columns(pm.load_per_column(weight_tile.at[token]), _CHANNELS)
+            of_inputs = hp.along_columns(hp.load_per_column(weight_tile.at[token]), _CHANNELS)
             answer = (own + jnp.sum(x * of_inputs, axis=1)).astype(out.dtype)
 
-            @pm.when(lives(token))
+            @hp.when(lives(token))
             def _(token=token, answer=answer):
                 out_tile[token] = answer
 
-        pm.commit()
+        hp.commit_smem()
         for token in range(max_query_tokens):
 
-            @pm.when(lives(token))
+            @hp.when(lives(token))
             def _(token=token):
-                pm.copy_out(out_tile.at[token], out.at[start + token, head, dims])
+                hp.copy_smem_to_gmem(out_tile.at[token], out.at[start + token, head, dims])
 
     def fold(x):
         """Replaces the state in shared memory by the one at the end of the first group, which has the inputs x."""
-        of_inputs = factor_tile.at[pm.slice_of(at.fold, places)]
-        weighted = x * pm.along_columns(pm.load_per_column(of_inputs), _CHANNELS)
+        of_inputs = factor_tile.at[hp.ds(at.fold, places)]
+        weighted = x * hp.along_columns(hp.load_per_column(of_inputs), _CHANNELS)
         left, decay = pieces(weighted, count)[::-1], factor_tile[at.decay]
         for columns in tiles:
-            added = pm.multiply((_CHANNELS, tile), [lambda columns=columns: (left, fold_tile.at[:, columns])])
+            added = hp.multiply((_CHANNELS, tile), [lambda columns=columns: (left, fold_tile.at[:, columns])])
             state_tile[:, columns] = (decay * state_at(columns).astype(jnp.float32) + added).astype(pool.dtype)
-        pm.commit()
+        hp.commit_smem()
 
-    @pm.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
+    @hp.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
     def _():
         fetch()
         folds = jnp.maximum(position, position + tokens - 1) >= boundary
 
-        @pm.when(folds)
+        @hp.when(folds)
         def _():
-            pm.copy_in(fold_B.at[row, group], fold_tile, fold_loaded)
+            hp.copy_gmem_to_smem(fold_B.at[row, group], fold_tile, fold_loaded)
 
-        pm.wait(loaded)
+        hp.barrier_wait(loaded)
         x = inputs(0, first_group, base)
 
-        @pm.when(position < boundary)
+        @hp.when(position < boundary)
         def _():
             run_tokens(first_group, x)
 
-        @pm.when(folds)
+        @hp.when(folds)
         def _():
-            pm.wait(fold_loaded)
+            hp.barrier_wait(fold_loaded)
             fold(x)
 
-            @pm.when((position >= boundary) & (fold_to != NULL_BLOCK))
+            @hp.when((position >= boundary) & (fold_to != NULL_BLOCK))
             def _():
-                pm.copy_out(state_tile, pool.at[layer, fold_to, head, dims])
+                hp.copy_smem_to_gmem(state_tile, pool.at[layer, fold_to, head, dims])
 
-            @pm.when(position + tokens > boundary)
+            @hp.when(position + tokens > boundary)
             def _():
                 run_tokens(boundary, inputs(1, boundary, boundary))
 
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
 
     shares = jax.lax.div(jnp.maximum(out.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
 
-    @pm.when(shares > 0)
+    @hp.when(shares > 0)
     def _():
-        out_tile[0] = pm.zeros_per_row(_CHANNELS, out.dtype)
-        pm.commit()
+        out_tile[0] = hp.zeros_per_row(_CHANNELS, out.dtype)
+        hp.commit_smem()
 
         def clear(n, _):
             """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
-            pm.copy_out(out_tile.at[0], out.at[total + row + n * rows, head, dims])
+            hp.copy_smem_to_gmem(out_tile.at[0], out.at[total + row + n * rows, head, dims])
 
         jax.lax.fori_loop(0, shares, clear, None)
-        pm.wait_for_copies_out(0, wait_read_only=True)
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def selective_state_deferred(
@@ -236,22 +236,22 @@ def selective_state_deferred(
     rings, options = (ring_x, ring_B, ring_dt, ring_g), dict(vectors=vectors, dt_softplus=dt_softplus)
     given = weights(xBC, dt, A, *rings, layer, *rows, fold_block, D, dt_bias, **options)
     updated = jax.new_ref(pool)
-    out = pm.kernel(
+    out = hp.kernel(
         functools.partial(_kernel, max_query_tokens=max_query_tokens, count=3 if pool.dtype == jnp.float32 else 2),
         out_type=jax.ShapeDtypeStruct((xBC.shape[0], heads, head_dim), xBC.dtype),
         grid=(slot.shape[0], heads, head_dim // _CHANNELS),
         grid_names=("row", "head", "part"),
         scratch_types=[
-            pm.tiled(_CHANNELS, state_dim, dtype=pool.dtype),
+            hp.tiled(_CHANNELS, state_dim, dtype=pool.dtype),
             # A step of a product has as many states as a row of a state's tile.
-            pm.tiled(vectors, state_dim, dtype=xBC.dtype, swizzle=2 * pm.SWIZZLE // pool.dtype.itemsize),
-            pm.shared((2, places, _CHANNELS), xBC.dtype),
-            pm.tiled(places, state_dim, dtype=xBC.dtype, swizzle=2 * places),
-            pm.shared((vectors, places), jnp.float32),
-            pm.shared((given["factors"].shape[2],), jnp.float32),
-            pm.shared((max_query_tokens, _CHANNELS), xBC.dtype),
-            pm.Barrier(num_arrivals=6),
-            pm.Barrier(),
+            hp.tiled(vectors, state_dim, dtype=xBC.dtype, swizzle=2 * hp.SWIZZLE // pool.dtype.itemsize),
+            hp.SMEM((2, places, _CHANNELS), xBC.dtype),
+            hp.tiled(places, state_dim, dtype=xBC.dtype, swizzle=2 * places),
+            hp.SMEM((vectors, places), jnp.float32),
+            hp.SMEM((given["factors"].shape[2],), jnp.float32),
+            hp.SMEM((max_query_tokens, _CHANNELS), xBC.dtype),
+            hp.Barrier(num_arrivals=6),
+            hp.Barrier(),
         ],
         kernel_name="selective_state_deferred",
     )(

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
+from pallas_kernels import hopper as hp
+from pallas_kernels._warpgroup import LANES
 from pallas_kernels.blocks import NULL_BLOCK
 
 _WARPS = 4
@@ -43,13 +43,13 @@ def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsi
         itemsize: The bytes of a number of the pool.
     """
     heads, rows_of_head, columns = head
-    most = min(_MAX_ROWS, _MAX_NUMBERS * code.LANES // columns)
+    most = min(_MAX_ROWS, _MAX_NUMBERS * LANES // columns)
     if window > 1:
         is_large = batch_rows * window * heads * rows_of_head > _MANY_ROWS
         return min(most, 4 if is_large else 8) if itemsize == 4 else most
     is_small = batch_rows * heads * rows_of_head < _PROGRAMS * _WARPS * most
     if is_small:
-        return min(most, 4 * code.LANES // (columns * itemsize // _LOAD_BYTES))
+        return min(most, 4 * LANES // (columns * itemsize // _LOAD_BYTES))
     # With numbers of 16 bits, one program for all 64 state rows of a head takes longer than two.
     return min(most, rows_of_head // (2 * _WARPS)) if itemsize == 2 else most
 
@@ -77,7 +77,7 @@ def unsupported(pool: jax.Array, *inputs: jax.Array) -> str | None:
 
 
 class Recurrence(Protocol):
-    """The recurrence of one head, restricted to what a lane has, in `pm.inline`."""
+    """The recurrence of one head, restricted to what a lane has, in `inline`."""
 
     def take(self, token: Any) -> list[Any]:
         """Loads the inputs of one token, given its index."""
@@ -127,33 +127,33 @@ class Warp:
 
     def __init__(self, pool: Any, out: Any, write_blocks: Any, place: Place, state_rows: int) -> None:
         self.pool, self.out, self.write_blocks, self.place = pool, out, write_blocks, place
-        _, self._blocks, self._heads, self._rows_of_head, self._row_length = ir.MemRefType(pool.type).shape
-        self.kind = ir.MemRefType(pool.type).element_type
-        self._batch_rows, self._window = ir.MemRefType(write_blocks.type).shape
-        self.columns = _LOAD_BYTES // pm.bytes_of(self.kind)
+        _, self._blocks, self._heads, self._rows_of_head, self._row_length = pool.shape
+        self.kind = pool.dtype
+        self._batch_rows, self._window = write_blocks.shape
+        self.columns = _LOAD_BYTES // self.kind.itemsize
         self._lanes = self._row_length // self.columns  # of a state row
-        self._rows_of_load = code.LANES // self._lanes
+        self._rows_of_load = LANES // self._lanes
         self._loads = state_rows // self._rows_of_load
-        self._passes_cache = _passes_cache(self._window, self._rows_of_head, pm.bytes_of(self.kind))
-        self._lane, warp = code.lane_and_warp(pm.thread_index())
-        self.column = code.scaled(arith.andi(self._lane, pm.constant(self._lanes - 1)), self.columns)
-        first = code.total(code.scaled(place.part, _WARPS * state_rows), code.scaled(warp, state_rows))
-        self._first_row = code.total(first, arith.divui(self._lane, pm.constant(self._lanes)))  # of the first load
-        self.own_row = code.total(self._first_row, code.scaled(self._own_load(), self._rows_of_load))
+        self._passes_cache = _passes_cache(self._window, self._rows_of_head, self.kind.itemsize)
+        self._lane, warp = hp.lane_and_warp(hp.thread_index())
+        self.column = (self._lane & (self._lanes - 1)) * self.columns
+        first = place.part * (_WARPS * state_rows) + warp * state_rows
+        self._first_row = first + self._lane // self._lanes  # of the first load
+        self.own_row = self._first_row + self._own_load() * self._rows_of_load
 
     def run(self, recurrence: Recurrence) -> None:
         """Runs the row's tokens, and clears this row's share of the outputs of tokens after the last row."""
         start, end, read = self.place.start, self.place.end, self.place.read
-        is_live = arith.cmpi(arith.CmpIPredicate.slt, start, end)
+        is_live = start < end
         if self._window > 1:
             # Neither number is negative, so these conditions always hold. They make the compiler load both numbers before
             # the branch. Otherwise it loads them after it, which takes longer.
             for number in (read, self.place.layer):
-                is_live = arith.andi(is_live, arith.cmpi(arith.CmpIPredicate.sge, number, pm.constant(0)))
-        with pm.only_if(is_live):
-            at, exists = self._address(read), code.differs(read, NULL_BLOCK)
+                is_live = is_live & (number >= 0)
+        with hp.predicated(is_live):
+            at, exists = self._address(read), read != NULL_BLOCK
             state = [
-                code.load_words_if(exists, at, self._offset(n), passes_cache=self._passes_cache)
+                hp.load_words_if(exists, at, self._offset(n), passes_cache=self._passes_cache)
                 for n in range(self._loads)
             ]
             inputs = [*recurrence.take(start), self._write_block(start)]
@@ -163,48 +163,45 @@ class Warp:
             def step(token: Any, values: Sequence[Any]) -> list[Any]:
                 numbers, inputs, write = values[:-count], values[-count:-1], values[-1]
                 state = [list(numbers[n : n + self.columns]) for n in range(0, len(numbers), self.columns)]
-                at, is_kept = self._address(write), code.differs(write, NULL_BLOCK)
+                at, is_kept = self._address(write), write != NULL_BLOCK
                 after: State = []
 
                 def keep(part: list[Any]) -> None:
                     # In a branch, so that the compiler stores the part before it goes on to the next one.
-                    with pm.only_if(is_kept):
+                    with hp.predicated(is_kept):
                         words, first = self._narrow(part), self._offset(len(after))
-                        code.store_words(at, words, first, passes_cache=self._passes_cache)
+                        hp.store_words(at, words, first, passes_cache=self._passes_cache)
                     after.append(part)
 
                 self._store_output(token, recurrence.advance(inputs, state, keep))
                 return [x for part in after for x in part]
 
-            def step_in_loop(number: Any, values: list[Any]) -> list[Any]:
+            def step_in_loop(token: Any, values: list[Any]) -> list[Any]:
                 # The next token's inputs are loaded while this one's are used.
-                token = arith.index_cast(pm.integer(), number)
-                following = arith.minsi(code.total(token, pm.constant(1)), arith.subi(end, pm.constant(1)))
+                following = hp.minimum(token + 1, end - 1)
                 upcoming = [*recurrence.take(following), self._write_block(following)]
                 return [*step(token, values), *upcoming]
 
             if self._window == 1:
                 step(start, values)
             else:
-                pm.repeated(code.index(start), code.index(end), step_in_loop, values)
+                hp.for_range(start, end, step_in_loop, values)
         self._clear()
 
     def load_columns(self, ref: Any, *at: Any) -> Any:
         """Loads the numbers of the lane's columns as a vector. `at` is the place of the first one."""
-        kind = ir.MemRefType(ref.type).element_type
-        alignment = min(16, self.columns * pm.bytes_of(kind))
-        return vector.load(code.vector_type(self.columns, kind), ref, [code.index(x) for x in at], alignment=alignment)
+        return hp.load_vector(ref, *at, count=self.columns)
 
     def product(self, x: Sequence[Any], y: Sequence[Any]) -> Any:
         """Returns the product of a lane's parts of two vectors."""
-        found = arith.mulf(x[0], y[0])
+        found = x[0] * y[0]
         for each in zip(x[1:], y[1:], strict=True):
-            found = math.fma(*each, found)
+            found = hp.fma(*each, found)
         return found
 
     def whole_product(self, x: Sequence[Any], y: Sequence[Any]) -> Any:
         """Returns the product of two vectors, of which each lane has its columns."""
-        return pm.sum_over(self.product(x, y), [1 << n for n in range(self._lanes.bit_length() - 1)])
+        return hp.sum_over_lanes(self.product(x, y), [1 << n for n in range(self._lanes.bit_length() - 1)])
 
     def times(self, state: State, x: Sequence[Any]) -> Any:
         """Returns the product of the state with a vector, of which each lane has its columns, for the lane's own row."""
@@ -219,39 +216,37 @@ class Warp:
         while len(sums) > 1:
             half, is_upper = len(sums) // 2, self._has_bit(distance)
             pairs = zip(sums[:half], sums[half:], strict=True)
-            both = [(code.either(is_upper, y, x), code.either(is_upper, x, y)) for x, y in pairs]
-            sums = [arith.addf(kept, pm.from_partner(given, distance)) for kept, given in both]
+            both = [(hp.select(is_upper, y, x), hp.select(is_upper, x, y)) for x, y in pairs]
+            sums = [kept + hp.shfl_xor(given, distance) for kept, given in both]
             distance //= 2
         (total,) = sums
         while distance:
-            total = arith.addf(total, pm.from_partner(total, distance))
+            total = total + hp.shfl_xor(total, distance)
             distance //= 2
         return total
 
     def of_each_load(self, x: Any) -> list[Any]:
         """Returns for each load the number that the lane has whose own state row is the load's."""
-        return [pm.from_lane(x, self._owner(load), of=self._lanes) for load in range(self._loads)]
+        return [hp.shfl_idx(x, self._owner(load), width=self._lanes) for load in range(self._loads)]
 
     def _write_block(self, token: Any) -> Any:
-        at = self.place.row, arith.subi(token, self.place.start)
-        return memref.load(self.write_blocks, [code.index(each) for each in at])
+        return self.write_blocks[self.place.row, token - self.place.start]
 
     def _clear(self) -> None:
         """Writes zeros to outputs of tokens after the last row. The rows of the batch take turns."""
-        first, rows = code.total(self.place.total, self.place.row), pm.constant(self._batch_rows)
-        tokens = ir.MemRefType(self.out.type).shape[0]
-        left = arith.maxsi(arith.subi(pm.constant(tokens + self._batch_rows - 1), first), pm.constant(0))
+        first, rows = self.place.total + self.place.row, hp.i32(self._batch_rows)
+        tokens = self.out.shape[0]
+        left = hp.maximum(hp.i32(tokens + self._batch_rows - 1) - first, 0)
 
-        def clear(number: Any, values: list[Any]) -> list[Any]:
-            turn = arith.index_cast(pm.integer(), number)
-            self._store_output(code.total(first, arith.muli(turn, rows)), code.number(0.0))
+        def clear(turn: Any, values: list[Any]) -> list[Any]:
+            self._store_output(first + turn * rows, hp.f32(0.0))
             return values
 
-        pm.repeated(code.index(pm.constant(0)), code.index(arith.divui(left, rows)), clear, [])
+        hp.for_range(hp.index(hp.i32(0)), hp.index(left // rows), clear, [])
 
     def _has_bit(self, bit: int) -> Any:
         """Returns whether the lane's number has a bit."""
-        return code.differs(arith.andi(self._lane, pm.constant(bit)), 0)
+        return self._lane & bit != 0
 
     def _halves(self) -> list[tuple[int, int]]:
         """Returns for each exchange of `times` the partners' distance, and by how many loads they then differ."""
@@ -259,9 +254,9 @@ class Warp:
 
     def _own_load(self) -> Any:
         """Returns the load of the lane's own state row."""
-        own = pm.constant(0)
+        own = hp.i32(0)
         for distance, half in self._halves():
-            own = code.total(own, code.either(self._has_bit(distance), pm.constant(half), pm.constant(0)))
+            own = own + hp.select(self._has_bit(distance), half, 0)
         return own
 
     def _owner(self, load: int) -> int:
@@ -270,35 +265,35 @@ class Warp:
 
     def _address(self, block: Any) -> Any:
         """Returns the address of the lane's first load from a block."""
-        block = code.total(code.scaled(self.place.layer, self._blocks), block)
-        head = code.total(code.scaled(block, self._heads), self.place.head)
-        row = code.total(code.scaled(head, self._rows_of_head), self._first_row)
-        return code.address_in_rows(self.pool, row, self._row_length, self.column)
+        block = self.place.layer * self._blocks + block
+        head = block * self._heads + self.place.head
+        row = head * self._rows_of_head + self._first_row
+        return hp.long_row_address(self.pool, row, self._row_length, self.column)
 
     def _offset(self, load: int) -> int:
         """Returns the bytes from the lane's first load to another one."""
-        return load * self._rows_of_load * self._row_length * pm.bytes_of(self.kind)
+        return load * self._rows_of_load * self._row_length * self.kind.itemsize
 
     def _wide(self, words: Sequence[Any]) -> list[Any]:
         """Returns the float32 numbers of four words of a state."""
-        if self.kind == ir.F32Type.get():
-            return [arith.bitcast(ir.F32Type.get(), each) for each in words]
-        return code.parts(code.wide(code.numbers(words, self.kind)))
+        if self.kind == jnp.float32:
+            return [hp.bitcast(each, jnp.float32) for each in words]
+        return hp.unpack(hp.numbers(words, self.kind).astype(jnp.float32))
 
     def _narrow(self, numbers: Sequence[Any]) -> list[Any]:
         """Returns float32 numbers as four words of a state."""
-        if self.kind == ir.F32Type.get():
-            return [arith.bitcast(pm.integer(), each) for each in numbers]
-        narrow = arith.truncf(code.vector_type(self.columns, self.kind), code.from_parts(numbers))
-        return code.parts(code.words(narrow))
+        if self.kind == jnp.float32:
+            return [hp.bitcast(each, jnp.int32) for each in numbers]
+        narrow = hp.pack(numbers).astype(self.kind)
+        return hp.unpack(hp.words(narrow))
 
     def _store_output(self, token: Any, x: Any) -> None:
         """Stores the output of the lane's own state row. Of the lanes that have it, the first one does."""
-        kind = ir.MemRefType(self.out.type).element_type
-        x = x if kind == ir.F32Type.get() else arith.truncf(kind, x)
-        others = arith.andi(self._lane, pm.constant(self._lanes // self._loads - 1))
-        with pm.only_if(code.is_equal(others, 0)):
-            memref.store(x, self.out, [code.index(each) for each in (token, self.place.head, self.own_row)])
+        kind = self.out.dtype
+        x = x if kind == jnp.float32 else x.astype(kind)
+        others = self._lane & (self._lanes // self._loads - 1)
+        with hp.predicated(others == 0):
+            self.out[token, self.place.head, self.own_row] = x
 
 
 def kernel(
@@ -316,9 +311,9 @@ def kernel(
 
     The arguments up to `pool` are arrays. `refs` are the inputs by their `names`, and the outputs.
     """
-    row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
+    row, head, part = (hp.axis_index(axis) for axis in ("row", "head", "part"))
     # All numbers are loaded at once. The compiler would load some of them only when it knows others.
-    numbers = pm.computed(
+    numbers = hp.optimization_barrier(
         (
             query_start_loc[row],
             query_start_loc[row + 1],
@@ -328,12 +323,12 @@ def kernel(
         )
     )
 
-    def body(_: Any, *given: Any) -> None:
+    def body(*given: Any) -> None:
         (write_blocks, pool, *inputs, out), place = given[: len(refs) + 2], Place(*given[len(refs) + 2 :])
         warp = Warp(pool, out, write_blocks, place, state_rows)
         warp.run(recurrence(SimpleNamespace(**dict(zip(names, inputs, strict=True))), warp))
 
-    pm.inline(body, *((ref, ()) for ref in (write_blocks, pool, *refs)), row, head, part, *numbers)
+    hp.inline(body, *((ref, ()) for ref in (write_blocks, pool, *refs)), row, head, part, *numbers)
 
 
 def advance_states(
@@ -349,7 +344,7 @@ def advance_states(
 
     Args:
         name: The kernel's name.
-        recurrence: Makes a recurrence, in `pm.inline`, given the inputs by name and the warp.
+        recurrence: Makes a recurrence, in `inline`, given the inputs by name and the warp.
         inputs: The inputs by name.
         out: The outputs, [tokens, heads, state rows].
         pool: The states, [layers, blocks, heads, state rows, columns].
@@ -366,7 +361,7 @@ def advance_states(
         options = dict(names=list(inputs), state_rows=state_rows, recurrence=recurrence)
         kernel(layer, query_start_loc, read_block, write_blocks, pool, *refs, **options)
 
-    results = pm.kernel(
+    results = hp.kernel(
         body,
         out_type=out,
         grid=(batch_rows, head[0], head[1] // (_WARPS * state_rows)),

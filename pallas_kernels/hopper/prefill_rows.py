@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._mosaic_tokens import clear_rows
+from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.hopper.partial_tiles import clear_rows
 
 TILE = 64  # the tokens of a chunk
 SHAPE = TILE, TILE
@@ -83,7 +83,7 @@ class PrefillRow:
             offset = jnp.where(is_rest, length, jnp.minimum(offset, length))
             stop = jnp.maximum(chunk, self.chunks_up_to(offset))
             state = advance(chunk, stop, state)
-            pm.when((block != NULL_BLOCK) & (offset > 0) & ~is_rest)(lambda: store(block, state))
+            hp.when((block != NULL_BLOCK) & (offset > 0) & ~is_rest)(lambda: store(block, state))
             return stop, state
 
         length = self.end - self.start
@@ -93,7 +93,7 @@ class PrefillRow:
 
     def store_last(self, block: Any, state: list[jax.Array], store: Callable[[Any, list[jax.Array]], None]) -> None:
         """Stores the row's state at its end in a block, unless the row has no tokens or the block is the null block."""
-        pm.when((block != NULL_BLOCK) & (self.end > self.start))(lambda: store(block, state))
+        hp.when((block != NULL_BLOCK) & (self.end > self.start))(lambda: store(block, state))
 
     def clear(self, tokens: int, tile_of: Callable[[Any], Any]) -> None:
         """Writes zeros to those of the tokens after the last row that are this row's to clear.
@@ -104,7 +104,7 @@ class PrefillRow:
         """
         tiles = jax.lax.div(tokens - self.total + TILE - 1, jnp.int32(TILE))
 
-        @pm.loop(0, jax.lax.div(tiles - self.index + self.rows - 1, jnp.int32(self.rows)))
+        @hp.loop(0, jax.lax.div(tiles - self.index + self.rows - 1, jnp.int32(self.rows)))
         def _(n):
             token = self.total + (self.index + n * self.rows) * TILE
             clear_rows(tile_of(token), jnp.minimum(tokens - token, TILE))
