@@ -3,7 +3,7 @@
 import jax
 
 HOPPER_SHARED_BYTES = 232_448  # also of Blackwell GPUs for data centres; an A100 has 166,912
-HOPPER_CORES = 132  # of an H100 with SXM, an H200 and a GH200
+HOPPER_SMS = 132  # of an H100 with SXM, an H200 and a GH200
 LEAST_SHARED_BYTES = 101_376  # of GPUs for desktops and workstations, and of L4, L40S and A10
 
 
@@ -20,9 +20,9 @@ def has_little_shared_memory() -> bool:
     return shared_bytes() < 1.5 * LEAST_SHARED_BYTES
 
 
-def cores() -> int:
-    """Returns the number of cores (streaming multiprocessors) of JAX's default device.
+def sm_count() -> int:
+    """Returns the number of SMs of JAX's default device.
 
     On a machine without a GPU, programs are lowered for one with a Hopper GPU's. This may start JAX's backends.
     """
-    return getattr(jax.devices()[0], "core_count", HOPPER_CORES)
+    return getattr(jax.devices()[0], "core_count", HOPPER_SMS)

@@ -1,4 +1,4 @@
-"""The gates of a head as arithmetic of single threads, for `hp.inline`. They are those of `gates` in xla.py."""
+"""The gates of a head, computed by single threads on Hopper GPUs. `gates` in xla.py computes the same."""
 
 from typing import Any, NamedTuple
 

@@ -353,11 +353,11 @@ def _update_by_mosaic_gpu(operands, options, implementation, config, interpret):
     """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(implementation, config, interpret):
         return reason
-    from pallas_kernels.gated_delta_rule import mosaic_gpu
+    from pallas_kernels.gated_delta_rule import sm90
 
     *inputs, pool = operands[:6]
-    reason = mosaic_gpu.unsupported(inputs, pool, options["layout"])
-    return reason or functools.partial(mosaic_gpu.gated_delta_rule_update, **options)
+    reason = sm90.unsupported(inputs, pool, options["layout"])
+    return reason or functools.partial(sm90.gated_delta_rule_update, **options)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -392,8 +392,8 @@ def _prefill_by_mosaic_gpu(operands, options, implementation, config, interpret)
     """Returns the Mosaic GPU kernels, or the reason why they cannot run. They are imported only where they may run."""
     if reason := unavailable(implementation, config, interpret):
         return reason
-    from pallas_kernels.gated_delta_rule.prefill import launch_mosaic, states_mosaic
+    from pallas_kernels.gated_delta_rule.prefill import chunk_states_64_sm90, sm90
 
     q, k, v, _, _, _, _, _, chunks = operands[:9]
-    reason = states_mosaic.unsupported(q, k, v, chunks.chunk_size)
-    return reason or functools.partial(launch_mosaic.gated_delta_rule_prefill, **options)
+    reason = chunk_states_64_sm90.unsupported(q, k, v, chunks.chunk_size)
+    return reason or functools.partial(sm90.gated_delta_rule_prefill, **options)

@@ -1,4 +1,4 @@
-"""What prefill kernels by Mosaic GPU share: a row's chunks, its checkpoints, and zeros for the tokens after the last row."""
+"""A row of a prefill kernel on Hopper GPUs: its chunks, its checkpoints, and zeros for the tokens after the last row."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class PrefillRow:
     """A row of a prefill kernel, and how it is cut into chunks.
 
     Attributes:
-        index: The row's place in the batch.
+        index: The row's index in the batch.
         rows: The number of rows.
         start: The row's first token.
         end: The token after its last one.
@@ -96,11 +96,11 @@ class PrefillRow:
         hp.when((block != NULL_BLOCK) & (self.end > self.start))(lambda: store(block, state))
 
     def clear(self, tokens: int, tile_of: Callable[[Any], Any]) -> None:
-        """Writes zeros to those of the tokens after the last row that are this row's to clear.
+        """Stores zeros in this row's share of the padding tokens, which follow the last row.
 
         Args:
             tokens: The number of tokens, padding included.
-            tile_of: Returns the tile of outputs in the GPU's memory from a token on.
+            tile_of: Returns the tile of outputs in GMEM from a token on.
         """
         tiles = jax.lax.div(tokens - self.total + TILE - 1, jnp.int32(TILE))
 

@@ -138,10 +138,14 @@ def index(x: Register) -> Register:
     return x if x.value.type == kind else Register(arith.index_cast(kind, x.value))
 
 
-def load_vector(memory: Memory, *at: Any, count: int) -> Register:
-    """Loads `count` neighbours as a vector. `at` is the index of the first. Their bytes, up to 16, divide its address."""
+def load_vector(memory: Memory, *at: Any, count: int, is_aligned: bool = True) -> Register:
+    """Loads `count` neighbours as a vector. `at` is the index of the first. Their bytes, up to 16, divide its address.
+
+    If `is_aligned` is not set, the compiler is not told so.
+    """
     kind = ir.VectorType.get((count,), type_of(memory.dtype))
-    return Register(vector.load(kind, memory.value, _indices(at), alignment=_alignment(count, memory.dtype)))
+    alignment = _alignment(count, memory.dtype) if is_aligned else None
+    return Register(vector.load(kind, memory.value, _indices(at), alignment=alignment))
 
 
 def store_vector(x: Register, memory: Memory, *at: Any) -> None:

@@ -1,9 +1,9 @@
-"""The shared body of the kernels by Mosaic GPU that advance states token by token.
+"""The shared body of the kernels for Hopper GPUs that advance states token by token.
 
-A program has four warps. A warp has some rows of the state of one head of one row of the batch, in registers. A lane has 16
-bytes of columns of every state row, or of every second or fourth one, so that lanes that are neighbours load and store what
-is next to each other. What is summed over a state row's columns is first summed in each lane. Then the lanes exchange half
-of their sums with each partner, so at the end every lane has the whole sum of one state row, its own.
+A CTA has four warps. A warp has some rows of the state of one head of one row of the batch, in registers. A lane has 16
+bytes of columns of every state row, or of every second or fourth one, so that neighbouring lanes load and store neighbouring
+addresses. A sum over a state row's columns is first a partial sum in each lane. Then the lanes exchange half of their
+partial sums by shuffles, so at the end every lane has the whole sum of one state row, its own.
 
 The order of a sum depends on the pool's dtype and the number of columns only. So a state has the same bits after a decode
 row and after a verify row, however many state rows a warp has.
@@ -24,10 +24,10 @@ _WARPS = 4
 _LOAD_BYTES = 16  # that a lane loads at once
 _MAX_ROWS = 16  # state rows of a warp
 _MAX_NUMBERS = 64  # of a state in a lane
-_PROGRAMS = 256  # that fill a GPU
+_CTAS = 256  # that fill a GPU
 _MANY_ROWS = 600_000  # state rows that a large batch advances, each counted once per token
 
-State = list[list[Any]]  # a lane's part: for each of its loads, the float32 numbers of some neighbouring columns
+State = list[list[Any]]  # a lane's shard: for each of its loads, the float32 numbers of some neighbouring columns
 
 
 def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsize: int) -> int:
@@ -47,10 +47,10 @@ def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsi
     if window > 1:
         is_large = batch_rows * window * heads * rows_of_head > _MANY_ROWS
         return min(most, 4 if is_large else 8) if itemsize == 4 else most
-    is_small = batch_rows * heads * rows_of_head < _PROGRAMS * _WARPS * most
+    is_small = batch_rows * heads * rows_of_head < _CTAS * _WARPS * most
     if is_small:
         return min(most, 4 * LANES // (columns * itemsize // _LOAD_BYTES))
-    # With numbers of 16 bits, one program for all 64 state rows of a head takes longer than two.
+    # With numbers of 16 bits, one CTA for all 64 state rows of a head takes longer than two.
     return min(most, rows_of_head // (2 * _WARPS)) if itemsize == 2 else most
 
 
@@ -77,7 +77,7 @@ def unsupported(pool: jax.Array, *inputs: jax.Array) -> str | None:
 
 
 class Recurrence(Protocol):
-    """The recurrence of one head, restricted to what a lane has, in `inline`."""
+    """The recurrence of one head, restricted to a lane's shard of the state, by single threads."""
 
     def take(self, token: Any) -> list[Any]:
         """Loads the inputs of one token, given its index."""
@@ -86,18 +86,18 @@ class Recurrence(Protocol):
     def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
         """Advances the state by one token, and returns the output of the lane's own state row.
 
-        It calls `keep` once for each part of the new state, in the order of `state`, as soon as the part is computed.
+        It calls `keep` once for each load's numbers of the new state, in the order of `state`, as soon as they are computed.
         """
         ...
 
 
-class Place(NamedTuple):
-    """Which part of a step a program has: numbers of the kernel.
+class Indices(NamedTuple):
+    """The indices of a CTA's work in a step, int32.
 
     Attributes:
         row: The row of the batch.
         head: The head.
-        part: The program's place among those of the same row and head.
+        part: The CTA's index among those of the same row and head.
         start: The row's first token.
         end: The token after the row's last one.
         total: The token after the last row of the batch.
@@ -119,13 +119,13 @@ class Warp:
     """What a recurrence may use, and the code that runs it.
 
     Attributes:
-        place: The program's part of the step.
+        place: The CTA's indices.
         column: The lane's first column.
         columns: The number of its columns.
         own_row: The state row of which the lane gets sums.
     """
 
-    def __init__(self, pool: Any, out: Any, write_blocks: Any, place: Place, state_rows: int) -> None:
+    def __init__(self, pool: Any, out: Any, write_blocks: Any, place: Indices, state_rows: int) -> None:
         self.pool, self.out, self.write_blocks, self.place = pool, out, write_blocks, place
         _, self._blocks, self._heads, self._rows_of_head, self._row_length = pool.shape
         self.kind = pool.dtype
@@ -142,7 +142,7 @@ class Warp:
         self.own_row = self._first_row + self._own_load() * self._rows_of_load
 
     def run(self, recurrence: Recurrence) -> None:
-        """Runs the row's tokens, and clears this row's share of the outputs of tokens after the last row."""
+        """Runs the row's tokens, and clears this row's share of the outputs of padding tokens."""
         start, end, read = self.place.start, self.place.end, self.place.read
         is_live = start < end
         if self._window > 1:
@@ -189,11 +189,11 @@ class Warp:
         self._clear()
 
     def load_columns(self, ref: Any, *at: Any) -> Any:
-        """Loads the numbers of the lane's columns as a vector. `at` is the place of the first one."""
+        """Loads the numbers of the lane's columns as a vector. `at` is the index of the first one."""
         return hp.load_vector(ref, *at, count=self.columns)
 
     def product(self, x: Sequence[Any], y: Sequence[Any]) -> Any:
-        """Returns the product of a lane's parts of two vectors."""
+        """Returns a lane's partial sum of the product of two vectors."""
         found = x[0] * y[0]
         for each in zip(x[1:], y[1:], strict=True):
             found = hp.fma(*each, found)
@@ -208,9 +208,9 @@ class Warp:
         return self.whole_sum([self.product(part, x) for part in state])
 
     def whole_sum(self, sums: Sequence[Any]) -> Any:
-        """Adds up the sums of all lanes that have a part of the same state row, and returns that of the lane's own row.
+        """Adds up the partial sums of the lanes that share each state row, and returns the whole sum of the lane's own row.
 
-        `sums` are those of this lane, one for each load.
+        `sums` are this lane's partial sums, one for each load.
         """
         distance = self._lanes // 2
         while len(sums) > 1:
@@ -226,14 +226,14 @@ class Warp:
         return total
 
     def of_each_load(self, x: Any) -> list[Any]:
-        """Returns for each load the number that the lane has whose own state row is the load's."""
+        """Returns for each load the number x of the lane whose own state row is the load's."""
         return [hp.shfl_idx(x, self._owner(load), width=self._lanes) for load in range(self._loads)]
 
     def _write_block(self, token: Any) -> Any:
         return self.write_blocks[self.place.row, token - self.place.start]
 
     def _clear(self) -> None:
-        """Writes zeros to outputs of tokens after the last row. The rows of the batch take turns."""
+        """Stores zeros in outputs of padding tokens, of which each row of the batch has every n-th."""
         first, rows = self.place.total + self.place.row, hp.i32(self._batch_rows)
         tokens = self.out.shape[0]
         left = hp.maximum(hp.i32(tokens + self._batch_rows - 1) - first, 0)
@@ -245,7 +245,7 @@ class Warp:
         hp.for_range(hp.index(hp.i32(0)), hp.index(left // rows), clear, [])
 
     def _has_bit(self, bit: int) -> Any:
-        """Returns whether the lane's number has a bit."""
+        """Returns whether the lane's index has a bit."""
         return self._lane & bit != 0
 
     def _halves(self) -> list[tuple[int, int]]:
@@ -324,7 +324,7 @@ def kernel(
     )
 
     def body(*given: Any) -> None:
-        (write_blocks, pool, *inputs, out), place = given[: len(refs) + 2], Place(*given[len(refs) + 2 :])
+        (write_blocks, pool, *inputs, out), place = given[: len(refs) + 2], Indices(*given[len(refs) + 2 :])
         warp = Warp(pool, out, write_blocks, place, state_rows)
         warp.run(recurrence(SimpleNamespace(**dict(zip(names, inputs, strict=True))), warp))
 
@@ -344,7 +344,7 @@ def advance_states(
 
     Args:
         name: The kernel's name.
-        recurrence: Makes a recurrence, in `inline`, given the inputs by name and the warp.
+        recurrence: Makes a recurrence, by single threads, given the inputs by name and the warp.
         inputs: The inputs by name.
         out: The outputs, [tokens, heads, state rows].
         pool: The states, [layers, blocks, heads, state rows, columns].

@@ -1,6 +1,6 @@
 """Tiles and vectors in a warpgroup's registers, and products on its tensor cores.
 
-Tensor cores take tiles from SMEM that are `tiled`, or their left operand from registers.
+Tensor SMs take tiles from SMEM that are `tiled`, or their left operand from registers.
 """
 
 import functools
@@ -40,7 +40,7 @@ def load_for_each_head(ref: Any, length: int) -> jax.Array:
     def body(ref: Any) -> Any:
         # The warpgroup's threads take whole heads at a time, so each thread has the same channels of every head.
         first = thread_index() * count % ref.shape[0]
-        return ([load_vector(ref, first, count=count)] * (length // (THREADS * count)),)
+        return ([load_vector(ref, first, count=count, is_aligned=False)] * (length // (THREADS * count)),)
 
     return inline(body, (ref, ()), results=[(length, jnp.float32)])[0]
 

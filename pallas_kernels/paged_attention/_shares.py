@@ -69,6 +69,6 @@ def best_unit(
     return jnp.asarray(units, jnp.int32)[jnp.argmin(jnp.stack([keys_of_a_core(unit) for unit in units]))]
 
 
-# Those of prompts are fewer than those of decode and verify rows: their programs are many, and a share costs a float32 copy
-# of the results.
+# Prompts have fewer shares than decode and verify rows: their launches have many programs already, and each share costs a
+# float32 copy of the results.
 PROMPT_SHARES = Shares(split=4096, shares=4)

@@ -154,8 +154,8 @@ def _mosaic_gpu(operands, options, implementation, config, interpret):
     """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(implementation, config, interpret):
         return reason
-    from pallas_kernels.paged_attention import mosaic_gpu
+    from pallas_kernels.paged_attention import sm90
 
     q, keys, values, *_, gates = operands
-    reason = mosaic_gpu.unsupported(q, keys, values, gates, options["max_query_tokens"])
-    return reason or functools.partial(mosaic_gpu.paged_attention, scale=options["scale"])
+    reason = sm90.unsupported(q, keys, values, gates, options["max_query_tokens"])
+    return reason or functools.partial(sm90.paged_attention, scale=options["scale"])

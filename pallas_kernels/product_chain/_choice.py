@@ -1,7 +1,7 @@
-"""How a warpgroup of product_chain's launch chooses a token's experts.
+"""How a warpgroup of product_chain's launch selects a token's experts.
 
 Every warp has all logits, some in each lane, and finds the largest one after the other, so no warp waits for another one.
-All warps write the same numbers.
+All warps store the same numbers.
 """
 
 import functools
@@ -19,12 +19,12 @@ _LOG2_E = 1.4426950408889634
 
 
 def choose(logits: Any, chosen: Any, factors: Any, experts: Experts) -> None:
-    """Chooses a token's experts by their logits, and weighs them.
+    """Chooses a token's experts by their logits, and computes their factors.
 
     Args:
-        logits: The router's outputs, in shared memory. float32 [at least the router's outputs]
-        chosen: Gets the experts, shared ones first and then the best one, in shared memory. int32 [32]
-        factors: Gets their weights, in the same order, in shared memory. float32 [32]
+        logits: The router's outputs, in SMEM. float32 [at least the router's outputs]
+        chosen: Receives the experts, shared ones first and then the best one, in SMEM. int32 [32]
+        factors: Receives their factors, in the same order, in SMEM. float32 [32]
         experts: The mixture.
     """
     hp.inline(functools.partial(_choose, experts=experts), (logits, ()), (chosen, ()), (factors, ()))

@@ -21,7 +21,7 @@ _NONE = -1  # stands for a window that is not there
 
 
 class Convolved(NamedTuple):
-    """A convolution, as programs see it: references to the arrays of `Convolution`, and its activation."""
+    """A convolution, as CTAs see it: references to the arrays of `Convolution`, and its activation."""
 
     pool: Any
     layer: Any

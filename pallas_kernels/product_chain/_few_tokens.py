@@ -1,10 +1,10 @@
-"""product_chain of 2 to 16 tokens in one launch, on Hopper GPUs, with a program for each core.
+"""product_chain of 2 to 16 tokens in one launch, on Hopper GPUs, with a CTA for each SM.
 
-One of a program's three warpgroups fetches blocks of weights, those of the products to come too, while the others wait for
-what other programs compute. These two multiply by its blocks together, on tensor cores. Each warp has a part of the inputs
-of all tokens in registers, and the warps' sums are added in shared memory: see `_fragments`. If a norm follows a product,
-each of 128 programs adds up its channels of the residual stream, and sends them to all others: see `_residual_stream`. At
-the end the threads that have results may convolve them: see `_convolution`. All programs must run at the same time, because
+One of a CTA's three warpgroups fetches blocks of weights, those of the products to come too, while the others wait for
+what other CTAs compute. These two multiply by its blocks together, on tensor cores. Each warp has a part of the inputs
+of all tokens in registers, and the warps' sums are added in SMEM: see `_fragments`. If a norm follows a product,
+each of 128 CTAs adds up its channels of the residual stream, and sends them to all others: see `_residual_stream`. At
+the end the threads that have results may convolve them: see `_convolution`. All CTAs must run at the same time, because
 they wait for each other.
 """
 
@@ -49,14 +49,14 @@ _FETCHING = fragments.WARPGROUPS  # the warpgroup that fetches
 
 
 class Places(NamedTuple):
-    """Where programs send each other what a phase computes, in words of 32 bits from the first one on.
+    """The offsets in `sent` at which CTAs store the results of a phase for each other, in words of 32 bits.
 
     Attributes:
-        shares: Shares of the sums, float32 [shares, tokens, outputs]; or the rounded results, two in each word, if the next
-            phase takes them as they are.
+        shares: Split-K partial sums, float32 [shares, tokens, outputs]; or the rounded results, two in each word, if the
+            next phase takes them as they are.
         stream: If a norm follows, the residual stream times the norm's weights, two channels in each word.
         squares: If a norm follows, sums of squares of each owner's channels. float32 [tokens, owners]
-        end: The place after them.
+        end: The offset after them.
     """
 
     shares: int
@@ -66,7 +66,7 @@ class Places(NamedTuple):
 
 
 def places(plan: Schedule, tokens: int) -> list[Places]:
-    """Returns the places of all phases but the last one."""
+    """Returns the offsets of all phases but the last one."""
     found: list[Places] = []
     for phase, after in itertools.pairwise(plan.phases):
         start, outputs = found[-1].end if found else 0, tokens * phase.outputs
@@ -94,13 +94,13 @@ def product_chain(
     A convolution is none of `steps`. It returns the results, the residual stream, and the next turn.
     """
     weights, norms, gated = weights_of(steps), norms_of(steps), gated_norm_of(steps)
-    dtype, programs, tokens = weights[0].dtype, device.cores(), x.shape[0]
+    dtype, programs, tokens = weights[0].dtype, device.sm_count(), x.shape[0]
     plan = schedule_of_tokens(steps, parts, dtype.itemsize)
     cut = lambda weight: weight.reshape(weight.shape[0], -1, WIDTH)  # copies have at most 256 elements along an axis
     given = dict(x=x.reshape(-1), weights=[cut(weight) for weight in weights], norms=[step.weight for step in norms])
     given |= dict(residual=[] if residual is None else [residual.reshape(-1)])
     given |= dict(gated=[] if gated is None else [gated.gate.reshape(-1), gated.weight.astype(jnp.float32)])
-    # What programs send each other begins as +0: see hopper/messages.py.
+    # What CTAs send each other begins as +0: see hopper/messages.py.
     given |= dict(sent=jax.new_ref(jnp.zeros((places(plan, tokens)[-1].end,), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((2 * len(plan.phases),), jnp.int32)))
     over_devices = None
@@ -171,11 +171,11 @@ def _run(
     tokens: int,
     capacity: int | None,
 ) -> None:
-    """Runs one program. `capacity` is that of a side of a mailbox, or None if there are no other devices."""
+    """Runs one CTA. `capacity` is that of a side of a mailbox, or None if there are no other devices."""
     program = hp.axis_index("program")
     owner = jnp.minimum(program, OWNERS - 1)  # Programs that own nothing load what the last owner has.
     phases, slots = plan.phases, jnp.int32(plan.slots)
-    enough = 3 * programs // 4  # programs that have told
+    enough = 3 * programs // 4  # CTAs that have told
     work = [phase.work(program, programs) for phase in phases]
     where = places(plan, tokens)
     groups = [phase.terms * (phase.pieces // phase.group) for phase in phases]  # that make a block of outputs
@@ -186,11 +186,11 @@ def _run(
         turns.append(turns[-1] + own.count)
 
     def group_of(phase: Phase, slot: Any, *shape: int) -> Any:
-        """A group of weights in shared memory."""
+        """A group of weights in SMEM."""
         return refs.blocks.at[slot, hp.ds(0, TOKENS_ROWS * phase.group * WIDTH)].reshape(shape)
 
     def counter(number: int, *, of_owners: bool = False) -> Any:
-        """Counts the programs that have sent what a phase computes, or the owners that have added it to the stream."""
+        """Counts the CTAs that have sent what a phase computes, or the owners that have added it to the stream."""
         return refs.counters.at[hp.ds(2 * number + of_owners, 1)]
 
     def fetch() -> None:
@@ -247,7 +247,7 @@ def _run(
         return Devices(addresses, turn, addresses.shape[0] // 2 - 1, capacity, sums)
 
     def owned(number: int, norm: int, total: jax.Array, weights: jax.Array) -> jax.Array:
-        """Adds what a phase has computed to this program's part of the residual stream, if it has one."""
+        """Adds what a phase has computed to this CTA's part of the residual stream, if it has one."""
         phase, at = phases[number], where[number]
         size = tokens * phase.outputs
 

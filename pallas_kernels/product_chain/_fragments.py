@@ -29,7 +29,7 @@ class Thread(NamedTuple):
 
     Attributes:
         lane: Its place in its warp.
-        warp: The warp's place in the program.
+        warp: The warp's place in the CTA.
         row: A quarter of the lane: the first of its tokens, and the output by whose weights it multiplies.
         column: The first of the eight inputs that it has of each piece.
     """
@@ -41,7 +41,7 @@ class Thread(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Vectors in the GPU's memory, one for each token, of which a program may take a part.
+    """Vectors in GMEM, one for each token, of which a CTA may take a part.
 
     Attributes:
         ref: The memory, with one axis. Its elements are those of the vectors, or 32 bits for two of them.
@@ -67,12 +67,12 @@ def registers(pieces: int, tokens: int) -> int:
 
 
 def partial_elements(terms: int) -> int:
-    """Returns the float32 numbers of shared memory that `finish` needs."""
+    """Returns the float32 numbers of SMEM that `finish` needs."""
     return 2 * terms * _WARPS * MOST_TOKENS * OUTPUTS
 
 
 def head_elements(pieces: int) -> int:
-    """Returns the float32 numbers of shared memory that `load_gated` needs."""
+    """Returns the float32 numbers of SMEM that `load_gated` needs."""
     return pieces * MOST_TOKENS * _WARPS
 
 
@@ -133,7 +133,7 @@ def load_gated(x: Vectors, gate: Any, weight: Any, heads: Any, step: GatedNorm, 
 
 
 def receive(x: Vectors, pieces: int, tokens: int) -> jax.Array:
-    """Waits for inputs that other programs send, two in each word of 32 bits. See `registers`."""
+    """Waits for inputs that other CTAs send, two in each word of 32 bits. See `registers`."""
 
     def body(ref: Any, first: Any) -> Any:
         places = [hp.word_address(ref, x.start, at) for at in places_of(x, first, pieces, tokens)]
@@ -152,7 +152,7 @@ def multiply(block: Any, x: jax.Array, first_piece: int, pieces: int, tokens: in
     outputs `lane % 4 * 2` and the one after it.
 
     Args:
-        block: The weights, in shared memory. [OUTPUTS, pieces * WIDTH]
+        block: The weights, in SMEM. [OUTPUTS, pieces * WIDTH]
         x: All of its inputs: see `registers`.
         first_piece: The first piece of inputs that is multiplied.
         pieces: The number of pieces, of `WIDTH` inputs each.
@@ -194,7 +194,7 @@ def finish(
         partials: Memory that all warps share: see `partial_elements`. Two blocks take turns to use it.
         turn: The number of the block.
         tokens: The number of tokens.
-        factors: By what the sums of each token are multiplied, float32 [MOST_TOKENS] in shared memory; None for 1.
+        factors: By what the sums of each token are multiplied, float32 [MOST_TOKENS] in SMEM; None for 1.
         operands: Operands of `inline`.
         emit: emit(token, pair, values, *operands) stores the outputs 2 * pair and the one after it.
     """

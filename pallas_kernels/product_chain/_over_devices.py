@@ -16,8 +16,8 @@ class Devices(NamedTuple):
     """The devices, their mailboxes and a turn.
 
     Attributes:
-        addresses: The addresses of the mailboxes: see `Mailboxes`. int32 [2 * (count + 1)], in the GPU's memory
-        turn: The turn of the chain's first sum over devices. int32 [1], in the GPU's memory
+        addresses: The addresses of the mailboxes: see `Mailboxes`. int32 [2 * (count + 1)], in GMEM
+        turn: The turn of the chain's first sum over devices. int32 [1], in GMEM
         count: The number of devices.
         capacity: The numbers that a side of a mailbox holds.
         sums: The number of sums over devices before this one in the chain.

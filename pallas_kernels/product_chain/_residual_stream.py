@@ -1,8 +1,8 @@
 """What single threads do with the residual stream in a chain of few tokens, on Hopper GPUs.
 
-Each of 128 programs, its owners, has some channels of all tokens. It adds up what has been computed for them, and sends the
-rounded sums times the norm's weights, and the sum of their squares, to all programs, which multiply what they receive as it
-is. What is left of a norm is a factor for each token, by which they multiply what they have computed instead of the inputs.
+Each of 128 CTAs, its owners, has some channels of all tokens. It adds up their split-K partial sums, and sends the rounded
+sums times the norm's weights, and the sum of their squares, to all CTAs, which multiply these products as they are. The rest
+of the norm is a factor for each token, by which CTAs multiply their results instead of the inputs.
 """
 
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ def receive_weighted(
 ) -> jax.Array:
     """Waits for the residual stream times the norm's weights, whose parts `own` sends, and for the norm's factors.
 
-    A thread sees all factors after the next barrier of the program.
+    A thread sees all factors after the next barrier of the CTA.
 
     Args:
-        x: What is waited for, two numbers in each word. A program takes the whole of it.
+        x: What is waited for, two numbers in each word. A CTA takes the whole of it.
         squares: Where in x.ref each owner's sums of squares are. float32 [tokens, OWNERS]
         factors: Memory that all warps share, for the factors. float32 [MOST_TOKENS]
         step: The norm.
@@ -79,7 +79,7 @@ def own_pairs(channels: int, tokens: int) -> int:
 
 
 def load_own(stream: Any, program: Any, channels: int, tokens: int) -> jax.Array:
-    """Loads this program's part of the residual stream, [tokens * channels]. Returns float32 [256 * own_pairs]."""
+    """Loads this CTA's part of the residual stream, [tokens * channels]. Returns float32 [256 * own_pairs]."""
 
     def body(stream: Any, program: Any) -> Any:
         return (_load_pairs(stream, [place for _, _, place in _own_places(program, channels, tokens)]),)
@@ -118,10 +118,10 @@ def own(
     dtype: Any,
     devices: Devices | None,
 ) -> jax.Array:
-    """Adds what was computed to this program's part of the residual stream. Sends the sums, weighted, and their squares.
+    """Adds what was computed to this CTA's part of the residual stream. Sends the sums, weighted, and their squares.
 
     Args:
-        sent: Memory that programs share.
+        sent: Memory that CTAs share.
         shares: Where the shares of what is added are in it. float32 [tokens, channels]
         target: Where the sums times the norm's weights go, two in each word.
         squares: Where sums of squares go. float32 [tokens, OWNERS]
@@ -129,7 +129,7 @@ def own(
         weights: The norm's weights: see `load_own_weights`.
         out: Where the sums go, [tokens * channels], or None.
         staging: float32 memory of at least tokens * channels / 2 / OWNERS numbers that all warps share.
-        program: The program's number.
+        program: The CTA's number.
         step: The norm.
         channels: The channels of the residual stream.
         tokens: The number of tokens.
@@ -179,7 +179,7 @@ def own(
 
 
 def _own_places(program: Any, channels: int, tokens: int) -> list[tuple[Any, Any, Any]]:
-    """Returns, for each pair of channels that a thread has, its number in the program, its first channel, and its place.
+    """Returns, for each pair of channels that a thread has, its number in the CTA, its first channel, and its place.
 
     The place is one in [tokens, channels]. Threads that are left over have the last pair, too.
     """

@@ -1,8 +1,8 @@
-"""Which program of product_chain's launch multiplies what, and when what it needs is fetched.
+"""How product_chain's launch assigns blocks of parameters to CTAs, and how far ahead it copies them to SMEM.
 
 Weights are cut into blocks of outputs. Of a single token, a block is `ROWS` rows, and a warp multiplies one of them,
-`WIDTH` inputs at a time. Of several tokens, it is `TOKENS_ROWS` rows, and all warps multiply it together. A program takes
-blocks that follow each other. If a product has many inputs, and what reads it can add up shares, programs share the inputs
+`WIDTH` inputs at a time. Of several tokens, it is `TOKENS_ROWS` rows, and all warps multiply it together. A CTA takes
+blocks that follow each other. If a product has many inputs, and what reads it can add up shares, CTAs share the inputs
 of each block, because warps keep the inputs in registers.
 
 A mixture of experts is three products: the router's, and the first and the second one of the chosen experts.
@@ -35,17 +35,17 @@ WIDTH = 256  # inputs that a warp multiplies at a time, eight per lane
 ROWS = 4  # outputs that the warps of a warpgroup multiply at a time, one each
 MOST_TOKENS = 16
 TOKENS_ROWS = 8  # outputs of a block, if there are several tokens
-OWNERS = 128  # programs that have a part of the residual stream each, if there are several tokens
+OWNERS = 128  # CTAs that have a part of the residual stream each, if there are several tokens
 _MAX_PIECES = 16  # of `WIDTH` inputs, which a warp keeps in registers
 _FEW_PIECES = 12  # more are divided into shares, if they can be
-_MAX_SLOTS = 10  # blocks in shared memory
+_MAX_SLOTS = 10  # blocks in SMEM
 _MAX_ROWS = 16  # of a block
 _MAX_GROUP = 5  # pieces that are fetched at once, if there are several tokens
-_SUMS_BYTES = 20_480  # shared memory for sums of warps, if there are several tokens
+_SUMS_BYTES = 20_480  # SMEM for sums of warps, if there are several tokens
 
 
 class Work(NamedTuple):
-    """What a program does of a product: its share, its first block, the distance between two, and their number."""
+    """What a CTA does of a product: its share, its first block, the distance between two, and their number."""
 
     share: Any
     first: Any
@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A product, between two waits of all programs for each other.
+    """A product, between two waits of all CTAs for each other.
 
     Attributes:
         inputs: The number of its inputs; of an expert's second product, those of one expert.
@@ -74,7 +74,7 @@ class Phase(NamedTuple):
         terms: The blocks of weights that a block of outputs takes: one, or a gate and what it multiplies, or those of
             several experts, whose products are added.
         norm: The index of the norm that makes its inputs, in the order of the norms; None if there is none.
-        shares: The number of programs that divide the inputs, or the experts, of a block among them.
+        shares: The number of CTAs that divide the inputs, or the experts, of a block among them.
         kind: Whose product it is. The experts' first products take the inputs of the router's.
         rows: Outputs of a block.
         experts: The experts that are multiplied; None if there are none.
@@ -91,7 +91,7 @@ class Phase(NamedTuple):
 
     @property
     def mixture(self) -> Experts:
-        """The mixture of experts, in whose products there is one."""
+        """The mixture of experts that this phase belongs to. Only phases of a mixture have one."""
         assert self.experts is not None
         return self.experts
 
@@ -107,7 +107,7 @@ class Phase(NamedTuple):
 
     @property
     def vector(self) -> int:
-        """Inputs that a program multiplies."""
+        """Inputs that a CTA multiplies."""
         return self.pieces * WIDTH * (self.terms if self.kind == "down" else 1)
 
     @property
@@ -116,10 +116,10 @@ class Phase(NamedTuple):
         return -(-self.outputs // self.rows)
 
     def work(self, program: Any, programs: int) -> Work:
-        """Returns the work of a program.
+        """Returns the work of a CTA.
 
-        In the experts' first products, neighbouring blocks are different programs'. So the blocks of shared experts, which
-        come first, are spread over all programs, which fetch them before the other experts are chosen.
+        In the experts' first products, neighbouring blocks are different CTAs'. So the blocks of shared experts, which
+        come first, are spread over all CTAs, which fetch them before the other experts are chosen.
         """
         if self.kind == "up":
             return Work(jnp.int32(0), program, programs, _count_in_turn(self.blocks, program, programs))
@@ -129,7 +129,7 @@ class Phase(NamedTuple):
         return Work(share, cut(number), 1, cut(number + 1) - cut(number))
 
     def count_of_shared(self, program: Any, programs: int) -> Any:
-        """Returns how many of a program's blocks are shared experts', in the experts' first products."""
+        """Returns how many of a CTA's blocks are shared experts', in the experts' first products."""
         return _count_in_turn(self.mixture.shared * self.blocks // self.mixture.chosen, program, programs)
 
     def place(self, share: Any, block: Any, term: Any) -> Place:
@@ -149,7 +149,7 @@ class Schedule(NamedTuple):
     Attributes:
         phases: The products.
         ends_with_norm: Whether a norm follows the last product.
-        slots: Blocks that shared memory holds.
+        slots: Blocks that SMEM holds.
         depth: Blocks that are on their way at a time.
     """
 
@@ -159,7 +159,7 @@ class Schedule(NamedTuple):
     depth: int
 
     def is_sent(self, number: int) -> bool:
-        """Whether programs send each other what a phase computes. Otherwise it is what the chain computes."""
+        """Whether CTAs send each other the results of a phase. The results of the others are the chain's."""
         return number + 1 < len(self.phases) or self.ends_with_norm
 
     @property
@@ -170,7 +170,7 @@ class Schedule(NamedTuple):
 
     @property
     def vector(self) -> int:
-        """The most numbers that a program hands to its warps."""
+        """The most numbers that a CTA hands to its warps."""
         return vector_elements(self.phases)
 
     @property
@@ -180,7 +180,7 @@ class Schedule(NamedTuple):
 
 
 def _count_in_turn(blocks: int, program: Any, programs: int) -> Any:
-    """Returns how many blocks a program gets if they are dealt out in turn."""
+    """Returns how many blocks a CTA gets if they are dealt out in turn."""
     return jax.lax.div(blocks + programs - 1 - program, jnp.int32(programs))
 
 
@@ -218,7 +218,7 @@ def _of_experts(experts: Experts, norm: int | None) -> list[Phase]:
 def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int) -> Schedule:
     """Returns the schedule of a chain of one token.
 
-    48 KB on their way to each core keep the memory of an H200 busy. With more, what programs tell each other would queue up
+    48 KB on their way to each SM keep the memory of an H200 busy. With more, what CTAs tell each other would queue up
     behind them.
     """
     phases = _phases(steps, parts, ROWS)
@@ -232,7 +232,7 @@ def schedule_of_tokens(steps: Sequence[Step], parts: tuple[int, ...] | None, ite
 
 
 def _with_slots(phases: tuple[Phase, ...], steps: Sequence[Step], slot_bytes: int, other_bytes: int) -> Schedule:
-    """Makes a schedule. `other_bytes` of shared memory are used for other things than weights."""
+    """Makes a schedule. `other_bytes` of SMEM are used for other things than weights."""
     slots = min(_MAX_SLOTS, (device.HOPPER_SHARED_BYTES - other_bytes - 4096) // slot_bytes)
     depth = min(slots, max(2, 49_152 // slot_bytes))
     return Schedule(phases, isinstance(steps[-1], Norm), slots, depth)
@@ -267,7 +267,7 @@ def slot_elements(phases: Sequence[Phase]) -> int:
 
 
 def vector_elements(phases: Sequence[Phase]) -> int:
-    """Returns the most inputs that a program hands to its warps. What is normed it has as a whole, also for a share."""
+    """Returns the most inputs that a CTA hands to its warps. What is normed it has as a whole, also for a share."""
     return max(phase.vector if phase.norm is None else phase.inputs for phase in phases)
 
 
@@ -305,7 +305,7 @@ def unsupported(
         steps: The steps.
         residual: The residual stream.
         parts: The sizes of the results.
-        programs: The number of cores.
+        programs: The number of SMs.
         capacity: The numbers that a side of a mailbox holds; None if there are no other devices.
     """
     others = _without_gated_norm(steps)
@@ -386,7 +386,7 @@ def _unsupported_tokens(
 
 
 def _unsupported_heads(dim: int, first: Phase) -> str | None:
-    """Returns why a program cannot norm heads of `dim` channels, or None. Each head must be in one warp's registers."""
+    """Returns why a CTA cannot norm heads of `dim` channels, or None. Each head must be in one warp's registers."""
     pack = pack_of_spread(first.vector)
     if dim in [pack * lanes for lanes in (1, 2, 4, 8, 16, LANES)]:
         return None

@@ -39,7 +39,7 @@ def product_chain(
 
     In a decode step of few requests, the time of these steps is that of reading their weights. In each launch there are
     about 3 us in which hardly anything is read: until its first weights arrive, and from its last ones on. "mosaic_gpu" runs
-    all steps in one launch, and reads the weights of the steps to come while programs wait for each other.
+    all steps in one launch, and reads the weights of the steps to come while CTAs wait for each other.
 
     One launch takes up to `MOST_TOKENS` tokens. With more than one, the first step must be a product or a gated norm, and
     the last one a product or a convolution, and there may be no experts. A convolution of more than `MOST_TOKENS` rows, or
@@ -99,8 +99,8 @@ def all_reduce_product_chain(
 
     A norm with `over_devices` adds up over the devices what the step before has computed, and then adds the sum to the
     residual stream, which is the same on all devices. It takes a turn, as a call of `all_reduce` does: see there what all
-    devices must do. In one launch, some programs own a part of the residual stream each, and send what is to be added to it
-    to the same programs of the other devices. So no launch adds up sums, and a single token takes the launch for several.
+    devices must do. In one launch, some CTAs own a part of the residual stream each, and send what is to be added to it
+    to the same CTAs of the other devices. So no launch adds up sums, and a single token takes the launch for several.
 
     See `product_chain` and `all_reduce` for the numerics, the other arguments, and errors.
 
@@ -125,7 +125,7 @@ def _launch(
     """Returns the results, the residual stream, and the next turn."""
     capacity = None if mailboxes is None else mailboxes.capacity
     steps, convolution = _without_convolution(steps)
-    reason = _schedule.unsupported(x, steps, residual, parts, device.cores(), capacity)
+    reason = _schedule.unsupported(x, steps, residual, parts, device.sm_count(), capacity)
     reason = reason or unavailable(implementation, None, False)
     if implementation is None and _schedule.is_short(steps):
         reason = "so few steps save less time than the launch costs"
@@ -297,8 +297,8 @@ def _run(x, steps, residual, mailboxes, turn, convolution, parts, implementation
 
 def _one_launch(x, mailboxes, parts):
     """Returns the kernel of a single token, or the one of several. Only here is Mosaic GPU known to be importable."""
-    from pallas_kernels.product_chain import _few_tokens, mosaic_gpu
+    from pallas_kernels.product_chain import _few_tokens, sm90
 
     capacity = None if mailboxes is None else mailboxes.capacity
-    kernels = mosaic_gpu if _schedule.is_of_one_token(x, capacity) else _few_tokens
+    kernels = sm90 if _schedule.is_of_one_token(x, capacity) else _few_tokens
     return functools.partial(kernels.product_chain, parts=parts)

@@ -113,8 +113,8 @@ def _mosaic_gpu(operands, dt_softplus, implementation, config, interpret):
     """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(implementation, config, interpret):
         return reason
-    from pallas_kernels.selective_state_update import mosaic_gpu
+    from pallas_kernels.selective_state_update import sm90
 
     x, dt, A, B, C, pool, _, _, _, _, D, z, dt_bias = operands
-    reason = mosaic_gpu.unsupported(x, dt, A, B, C, pool, D, z, dt_bias)
-    return reason or functools.partial(mosaic_gpu.selective_state_update, dt_softplus=dt_softplus)
+    reason = sm90.unsupported(x, dt, A, B, C, pool, D, z, dt_bias)
+    return reason or functools.partial(sm90.selective_state_update, dt_softplus=dt_softplus)

@@ -126,9 +126,9 @@ def _mosaic_gpu(operands, dt_softplus, implementation, config, interpret):
     """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(implementation, config, interpret):
         return reason
-    from pallas_kernels.ssd import mosaic_gpu
+    from pallas_kernels.ssd import sm90
 
     x, _, _, B, C, pool, _, _, chunks = operands[:9]
     z = operands[14]
-    reason = mosaic_gpu.unsupported(x, B, C, z, pool, chunks.chunk_size)
-    return reason or functools.partial(mosaic_gpu.ssd, dt_softplus=dt_softplus)
+    reason = sm90.unsupported(x, B, C, z, pool, chunks.chunk_size)
+    return reason or functools.partial(sm90.ssd, dt_softplus=dt_softplus)

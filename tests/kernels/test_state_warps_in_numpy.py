@@ -12,10 +12,10 @@ from kernels.threads_in_numpy import Ref, Threads, fake, install
 from oracles.ops import gates
 
 from pallas_kernels.gated_delta_rule import _gate_code
-from pallas_kernels.gated_delta_rule import mosaic_gpu as delta_rule
+from pallas_kernels.gated_delta_rule import sm90 as delta_rule
 from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.hopper import state_warps
-from pallas_kernels.selective_state_update import mosaic_gpu as state_space
+from pallas_kernels.selective_state_update import sm90 as state_space
 
 LAYER = of_delta_rule.LAYER
 # The number of columns, the dtypes of inputs and of states, and the window.

@@ -16,14 +16,14 @@ from unittest.mock import MagicMock
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.mosaic_in_numpy import Slice, loop, loops_of_python, when
+from kernels.hopper_in_numpy import Slice, loop, loops_of_python, when
 
-from pallas_kernels.gated_delta_rule.prefill import heads_mosaic
-from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work
+from pallas_kernels.gated_delta_rule.prefill import chunk_states_128_sm90
+from pallas_kernels.gated_delta_rule.prefill.work_queue_sm90 import Work
 
 PROGRAMS, SECONDS, HEADS = 3, 10.0, 2
 SLOW = 5e-3  # seconds for loads and copies, in which others go on
-WARPGROUPS = 1 + heads_mosaic.PARTS
+WARPGROUPS = 1 + chunk_states_128_sm90.TILES
 KEY_DIM, PIECES = 128, 2
 TILES = range(KEY_DIM // 64)
 
@@ -54,7 +54,7 @@ class Place:
 class Places:
     """Places in shared memory, of which `at` chooses one. Two views of the same memory are the same places."""
 
-    shape, dtype = (heads_mosaic.PARTS, len(TILES)), None
+    shape, dtype = (chunk_states_128_sm90.TILES, len(TILES)), None
     at = property(lambda self: self)
 
     def __init__(self):
@@ -104,17 +104,17 @@ class Inputs:
 
 
 class Program:
-    """What the warpgroups of a program share: barriers, what has been told, and what is in shared memory."""
+    """What the warpgroups of a program share: barriers, what has been entry, and what is in shared memory."""
 
     def __init__(self, lengths):
-        described = heads_mosaic.barriers(KEY_DIM, PIECES, per_channel=False)
+        described = chunk_states_128_sm90.barriers(KEY_DIM, PIECES, per_channel=False)
         of = lambda each, count: Barriers(Barrier(each) for _ in range(count)) if count > 1 else Barrier(each)
         described = {name: of(each, int(np.prod(each.num_barriers))) for name, each in described.items()}
         self.refs = SimpleNamespace(**described, v=Inputs(), layer=[0])
         self.refs.read_block = self.refs.write_block = range(len(lengths))
         self.refs.squares = self.refs.attention = MagicMock()
-        told = [None] * len(heads_mosaic.Taken._fields)
-        self.memory = [(MagicMock(), dict(told=told, states=Places()))]
+        entry = [None] * len(chunk_states_128_sm90.Entry._fields)
+        self.memory = [(MagicMock(), dict(entry=entry, states=Places()))]
         self.tokens, self.keys = dict(v=Places()), {}
         self.stored = [collections.Counter() for _ in range(WARPGROUPS)]
 
@@ -248,12 +248,12 @@ def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
     work, counter, lock = Work(len(lengths), HEADS, 1), itertools.count(), threading.Lock()
     failures = []
 
-    def take_next(_, told):
+    def take(_, entry):
         with lock:
-            told[0] = jnp.int32(next(counter))
+            entry[0] = jnp.int32(next(counter))
 
-    def tell(found, told, first):
-        told[first:] = found
+    def store_entry(found, entry, first):
+        entry[first:] = found
 
     def store_values(tile, _):
         assert tile.content.kind == "values"
@@ -261,7 +261,7 @@ def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
 
     def run(program):
         try:
-            heads_mosaic.carry_states(program.refs, program.memory, work, None, layout="VK")
+            chunk_states_128_sm90.chunk_states(program.refs, program.memory, work, None, layout="VK")
         except BaseException as failure:
             failures.append(failure)
             raise
@@ -269,12 +269,12 @@ def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
     programs = [Program(lengths) for _ in range(PROGRAMS)]
     by_refs = {id(program.refs): program for program in programs}
     fakes = dict(
-        hp=fake_language(programs), jax=loops_of_python(), take_next=take_next, tell=tell, load_values=MagicMock()
+        hp=fake_language(programs), jax=loops_of_python(), take=take, store_entry=store_entry, load_values=MagicMock()
     )
     fakes |= dict(Head=lambda refs, _, row, head, *__: Head(by_refs[id(refs)], row, head))
     fakes |= dict(PrefillRow=rows_of(lengths), store_values=store_values)
     for name, fake in fakes.items():
-        monkeypatch.setattr(heads_mosaic, name, fake)
+        monkeypatch.setattr(chunk_states_128_sm90, name, fake)
     threads = []
     for number, program in enumerate(programs):
         for warpgroup in range(WARPGROUPS):
@@ -297,6 +297,6 @@ def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
 
 
 def test_neighbours_share_keys():
-    work = Work(rows=2, value_heads=3, parts=2)
-    places = [tuple(map(int, work.place_of(jnp.int32(n)))) for n in range(work.total)]
+    work = Work(rows=2, value_heads=3, splits=2)
+    places = [tuple(map(int, work.indices_of(jnp.int32(n)))) for n in range(work.total)]
     assert places == [(row, head, part) for row in range(2) for head in range(3) for part in range(2)]

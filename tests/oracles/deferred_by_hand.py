@@ -1,6 +1,6 @@
 """The Mosaic GPU kernel of deferred states in NumPy: the code of its threads, and what follows it in float64.
 
-No CPU can interpret that kernel. What `weights.py` writes for single threads runs here as it is, on arrays of all threads.
+No CPU can interpret that kernel. What `gram_sm90.py` writes for single threads runs here as it is, on arrays of all threads.
 What the kernel does with values is written down again.
 """
 
@@ -15,9 +15,9 @@ from kernels.threads_in_numpy import Ref
 
 from pallas_kernels.gated_delta_rule import _gate_code
 from pallas_kernels.gated_delta_rule._gate_code import Gate
-from pallas_kernels.gated_delta_rule.deferred import weights
+from pallas_kernels.gated_delta_rule.deferred import gram_sm90
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
-from pallas_kernels.gated_delta_rule.deferred.weights import Group, Inputs, Results
+from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results
 
 
 def wide(array):
@@ -88,8 +88,8 @@ def compute(*arguments):
     """Runs `store_weights` in NumPy."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         threads = threads_in_numpy.Threads()
-        threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), (weights, _gate_code))
-        weights.store_weights(*arguments)
+        threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), (gram_sm90, _gate_code))
+        gram_sm90.store_gram(*arguments)
 
 
 def dirty_tiles(rows, columns, row_bytes, dtype):

@@ -188,8 +188,8 @@ def _mosaic_gpu(operands, options, implementation, config, interpret):
     """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(implementation, config, interpret):
         return reason
-    from pallas_kernels.gated_delta_rule.deferred import mosaic_gpu
+    from pallas_kernels.gated_delta_rule.deferred import sm90
 
     qkv, a, pool, ring_u = operands[0], operands[1], operands[5], operands[7]
-    reason = mosaic_gpu.unsupported(qkv, a, pool, ring_u)
-    return reason or functools.partial(mosaic_gpu.gated_delta_rule_deferred, **options)
+    reason = sm90.unsupported(qkv, a, pool, ring_u)
+    return reason or functools.partial(sm90.gated_delta_rule_deferred, **options)

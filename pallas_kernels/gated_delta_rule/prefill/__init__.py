@@ -10,11 +10,20 @@ the state (the UT transform).
     inverse.py    one program per chunk and head: T beta
     states.py     one program per row, head and tile of value dims: runs the row's chunks in order, with S in registers
 
-On Hopper GPUs launch_mosaic.py runs other kernels for bfloat16 inputs. products_mosaic.py makes what the first two kernels
-make with a decay per head, and sums_mosaic.py sums the log decays for it. products_per_channel_mosaic.py does so with a
-decay per key channel, and inverse_mosaic.py inverts for both. The states are carried by states_mosaic.py, or where there is
-much work in many rows by heads_mosaic.py (forms_mosaic.py chooses), and carry_mosaic.py has what both do. With a decay per
-head all of it is one launch (per_head_mosaic.py); with one per key channel the states are (per_channel_mosaic.py).
+On Hopper GPUs sm90.py runs other kernels for bfloat16 inputs, whose stages have flash-linear-attention's names:
+
+    cumsum_sm90.py                    the running sums of a chunk's log decays
+    gram_sm90.py                      the decayed Gram matrices K K^T and Q K^T of a chunk
+    solve_tril_sm90.py                T beta, the inverse of which the WY representation is made
+    chunk_intra_sm90.py               all three for a chunk and key head, with a decay per head
+    chunk_intra_per_channel_sm90.py   the same with a decay per key channel
+    chunk_states_64_sm90.py           the recurrence from chunk to chunk, and outputs: 64 value dims per CTA
+    chunk_states_128_sm90.py          the same bits with 128 value dims per CTA, for much work in many rows
+    head_sm90.py                      what both variants of the recurrence share
+    variants_sm90.py                  which of the two variants a launch runs
+    work_queue_sm90.py                the heads that CTAs take one after the other
+    per_head_sm90.py                  the launch of all stages with a decay per head
+    per_channel_sm90.py               the launch of the recurrence with a decay per key channel
 
 Only the third kernel touches the pool. bfloat16 inputs are multiplied as they are, with float32 values that are split
 into pieces of bfloat16 (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.

@@ -166,9 +166,9 @@ def _mosaic_gpu(operands, max_query_tokens, dt_softplus, implementation, config,
     """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(implementation, config, interpret):
         return reason
-    from pallas_kernels.selective_state_update.deferred import mosaic_gpu
+    from pallas_kernels.selective_state_update.deferred import sm90
 
     xBC, pool, ring_x = operands[0], operands[3], operands[4]
     options = dict(max_query_tokens=max_query_tokens, dt_softplus=dt_softplus)
-    reason = mosaic_gpu.unsupported(xBC, pool, ring_x)
-    return reason or functools.partial(mosaic_gpu.selective_state_deferred, **options)
+    reason = sm90.unsupported(xBC, pool, ring_x)
+    return reason or functools.partial(sm90.selective_state_deferred, **options)

@@ -1,7 +1,4 @@
-"""How much a chunk's tokens depend on earlier ones of it, on Hopper GPUs.
-
-These weights are products of keys with keys and with queries, times norms and decays. Single threads make them.
-"""
+"""Decayed Gram matrices of a chunk on Hopper GPUs: K K^T for the system, and Q K^T for the outputs, by single threads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels._warpgroup import LANES, THREADS
-from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
+from pallas_kernels.gated_delta_rule.prefill.cumsum_sm90 import SIZE, Factors
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _GROUP = 8  # columns, of which a thread has two. So many numbers of 16 bits have 16 bytes
@@ -25,13 +22,13 @@ _AT = Factors()
 
 
 def find_norms(products: jax.Array | None, norms: Any, factor: float) -> None:
-    """Writes the factors that normalise keys or queries, by one warpgroup.
+    """Stores the factors that normalise keys or queries, by one warpgroup.
 
     Args:
         products: Their products with themselves, float32 [64, 64], of which only the diagonal is used. None if tokens are
             not normalised.
-        norms: Receives the factors, times `factor`. float32 [64], in shared memory. Other threads see them after the
-            warpgroup's next barrier.
+        norms: Receives the factors, times `factor`. float32 [64], in SMEM. Other threads see them after the warpgroup's
+            next barrier.
         factor: What all of them are multiplied with.
     """
 
@@ -53,13 +50,13 @@ def find_norms(products: jax.Array | None, norms: Any, factor: float) -> None:
 
 
 def _rows(warp: Any, in_piece: Any) -> tuple[list[Any], list[Any]]:
-    """Returns a thread's piece of eight rows in each part, and its row, which has the place `in_piece` in both."""
+    """Returns a thread's two 8-row groups of the tile, and its row in each, the one with index `in_piece` of the group."""
     pieces = [warp * _PARTS + part for part in range(_PARTS)]
     return pieces, [piece * _ROWS + in_piece for piece in pieces]
 
 
 def _diagonal(products: Any, row: Any, warp: Any) -> list[Any]:
-    """Returns the diagonal's number in each of a thread's rows. Only a thread with `lane % 4 == lane // 8` has it.
+    """Returns the diagonal element in each of a thread's rows. Only a thread with `lane % 4 == lane // 8` has it.
 
     Of its warp's 16 rows, a thread has `row` and the one eight later, and of every eight columns two.
     """
@@ -74,21 +71,21 @@ def _diagonal(products: Any, row: Any, warp: Any) -> list[Any]:
 
 
 def _of_warp(values: Sequence[Any], warp: Any) -> Any:
-    """Returns the value of this thread's warp."""
+    """Selects the value of this thread's warp, of one for each warp."""
     is_odd, is_late = (warp & bit != 0 for bit in (1, 2))
     first, second = (hp.select(is_odd, values[n + 1], values[n]) for n in (0, 2))
     return hp.select(is_late, second, first)
 
 
-def weigh(
+def decayed_gram(
     keys: jax.Array, queries: jax.Array, per_row: Any, per_column: Any, norms: Any, system: Any, attention: Any
 ) -> None:
-    """Writes the system and the weights of a chunk and value head, by one warpgroup.
+    """Stores the decayed Gram matrices of a chunk and value head, by one warpgroup.
 
-    The two products are in registers, and everything else is in shared memory. A warp has 16 rows. The decay from a token
+    The two products are in registers, and everything else is in SMEM. A warp has 16 rows. The decay from a token
     before these is a product of two: the decay to the token of the warp's first row, which both rows of a thread need, and
     the decay from there to the row's own token. Neither has a positive exponent. Between the tokens of these rows, a decay
-    is computed at once. A column whose token comes after the row's has the weight 0 in outputs, and is not used in systems.
+    is computed at once. A column whose token comes after the row's is 0 in `attention`, and is not used in `system`.
 
     Args:
         keys: Products of keys. float32 [64, 64].
@@ -96,8 +93,8 @@ def weigh(
         per_row: The `Factors`. float32 [factors, 64].
         per_column: The first two of them once more. float32 [2, 64].
         norms: The factors that normalise keys, and queries. float32 [2, 64].
-        system: Receives what `invert` takes. float32 [64, 64], `tiled`.
-        attention: Receives the weights of corrections in outputs. bfloat16 [64, 64], `tiled`.
+        system: Receives what `solve_tril` takes. float32 [64, 64], `tiled`.
+        attention: Receives tril(Q K^T . D), by which pseudo-values are multiplied. bfloat16 [64, 64], `tiled`.
     """
 
     def body(keys: Any, queries: Any, *refs: Any) -> None:
@@ -106,14 +103,14 @@ def weigh(
             groups = range(_GROUPS * warp, _GROUPS * (warp + 1))
             with hp.predicated(thread.warp > warp):
                 for n in groups:
-                    thread.weigh_earlier(n)
+                    thread.store_earlier(n)
             with hp.predicated(thread.warp < warp + 1):
                 for n in groups:
                     thread.clear_later(n + _GROUPS)
-        # The warp's number is computed again, because the compiler would keep it in memory until here.
+        # The warp's index is computed again, because the compiler would spill it until here.
         _, warp = hp.lane_and_warp(hp.thread_index_again())
         for group in range(_GROUPS):
-            thread.weigh_own(group, warp)
+            thread.store_own(group, warp)
 
     vectors = [(x, ()) for x in (per_row, per_column, norms)]
     tiles = (system, hp.tiling(jnp.float32)), (attention, hp.tiling(jnp.bfloat16))
@@ -121,16 +118,16 @@ def weigh(
 
 
 class _Thread:
-    """What a thread of `weigh` has: two rows, and of every group of eight columns two.
+    """A thread of `decayed_gram`. It has two rows, and two columns of every group of eight.
 
     Attributes:
-        warp: The number of its warp.
+        warp: The index of its warp.
     """
 
     def __init__(
         self, keys: Any, queries: Any, per_row: Any, per_column: Any, norms: Any, system: Any, attention: Any
     ) -> None:
-        """Loads what belongs to the rows."""
+        """Loads the decays and factors of the thread's rows."""
         self._per_column, self._norms, self._system, self._attention = per_column, norms, system, attention
         lane, self.warp = hp.lane_and_warp(hp.thread_index_again())
         self._in_piece, pair = lane >> 2, lane & 3
@@ -147,22 +144,22 @@ class _Thread:
         decays = [_decay(self._start, to) for to in self._sums]
         self._decayed = [[x * y for x in each] for each, y in zip(self._factors, decays, strict=True)]
         self._products = [[*x] for x in (keys, queries)]
-        # Where a group's first column of this thread is in the group, and where it is in both tiles for the first group. The
-        # swizzle moves a group by changing bits of its place.
+        # The offsets of this thread's first column in a group of eight, and in the rows of both tiles for the first group.
+        # The swizzle moves a group by changing bits of its offset.
         self._in_group = pair * 2
         half, in_half = pair >> 1, (pair & 1) * 2
         self._in_system = hp.swizzled(half, self._in_piece, _GROUP // 2) + in_half
         self._in_attention = self._in_piece * _GROUP + self._in_group
 
-    def weigh_earlier(self, n: int) -> None:
-        """Weighs the n-th group, whose tokens come before those of the warp's rows."""
-        weights = [_decay(to, self._start) * norm for to, norm in self._columns(hp.i32(n))]
+    def store_earlier(self, n: int) -> None:
+        """Stores the n-th group of columns, whose tokens come before those of the warp's rows."""
+        decays = [_decay(to, self._start) * norm for to, norm in self._columns(hp.i32(n))]
         for part in range(_PARTS):
             products = [x[_PARTS * n + part] for x in self._products]
-            self._store(hp.i32(n), part, *_weighted(products, weights, self._decayed[part]))
+            self._store(hp.i32(n), part, *_decayed(products, decays, self._decayed[part]))
 
-    def weigh_own(self, group: int, warp: Any) -> None:
-        """Weighs one of the groups whose tokens are those of the warp's rows."""
+    def store_own(self, group: int, warp: Any) -> None:
+        """Stores one of the groups of columns whose tokens are those of the warp's rows."""
         n = warp * _GROUPS + group
         columns = self._columns(n)
         for part in range(_PARTS):
@@ -171,8 +168,8 @@ class _Thread:
                 continue
             of_warps = [[x[_PARTS * (_GROUPS * m + group) + part] for m in range(_WARPS)] for x in self._products]
             products = [_of_warp(each, warp) for each in of_warps]
-            weights = [_decay(to, self._sums[part]) * norm for to, norm in columns]
-            of_system, of_attention = _weighted(products, weights, self._factors[part])
+            decays = [_decay(to, self._sums[part]) * norm for to, norm in columns]
+            of_system, of_attention = _decayed(products, decays, self._factors[part])
             if part == group:
                 places = [self._in_group + m for m in range(2)]
                 is_later = [x > self._in_piece for x in places]
@@ -181,7 +178,7 @@ class _Thread:
             self._store(n, part, of_system, of_attention)
 
     def clear_later(self, n: int) -> None:
-        """Sets the weights of the n-th group to zero, whose tokens come after those of the warp's rows."""
+        """Stores zeros for the n-th group of columns, whose tokens come after those of the warp's rows."""
         for part in range(_PARTS):
             self._clear(hp.i32(n), part)
 
@@ -194,27 +191,27 @@ class _Thread:
         return [*zip(zip(coarse, fine, strict=True), norm, strict=True)]
 
     def _clear(self, n: Any, part: int) -> None:
-        """Sets the weights of a row's n-th group to zero. Nothing reads the system there."""
+        """Stores zeros in a row's n-th group of `attention`. Nothing reads `system` there."""
         self._store_attention(n, part, [hp.f32(0.0)] * 2)
 
     def _store(self, n: Any, part: int, of_system: Sequence[Any], of_attention: Sequence[Any]) -> None:
-        """Stores what a row's n-th group has in the system, and its weights."""
+        """Stores a row's n-th group of both matrices."""
         in_tile = self._in_system ^ ((n & 3) * _GROUP)
         at = [hp.index(x) for x in (self._pieces[part], n >> 2, self._in_piece, in_tile)]
         hp.store_vector(hp.pack(of_system), self._system, *at)
         self._store_attention(n, part, of_attention)
 
     def _store_attention(self, n: Any, part: int, values: Sequence[Any]) -> None:
-        """Stores the weights of a row's n-th group."""
+        """Stores a row's n-th group of `attention`."""
         in_tile = self._in_attention ^ (n * _GROUP)
         at = [hp.index(x) for x in (self._pieces[part], hp.i32(0), self._in_piece, in_tile)]
         hp.store_vector(hp.rounded_pair(values, jnp.bfloat16), self._attention, *at)
 
 
-def _weighted(products: Sequence[Any], weights: Sequence[Any], factors: Sequence[Any]) -> list[list[Any]]:
-    """Returns two products of keys, and two of queries and keys, times the columns' weights and the row's two factors."""
+def _decayed(products: Sequence[Any], decays: Sequence[Any], factors: Sequence[Any]) -> list[list[Any]]:
+    """Returns two elements of each Gram matrix, times the columns' decays and the row's factors."""
     return [
-        [w * x * factor for w, x in zip(weights, hp.unpack(each), strict=True)]
+        [w * x * factor for w, x in zip(decays, hp.unpack(each), strict=True)]
         for each, factor in zip(products, factors, strict=True)
     ]
 

@@ -5,9 +5,9 @@ import jax
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.config import default_prefill_config
-from pallas_kernels.gated_delta_rule.prefill.per_channel_mosaic import states
-from pallas_kernels.gated_delta_rule.prefill.per_head_mosaic import prefill
-from pallas_kernels.gated_delta_rule.prefill.products_per_channel_mosaic import products_per_channel
+from pallas_kernels.gated_delta_rule.prefill.chunk_intra_per_channel_sm90 import products_per_channel
+from pallas_kernels.gated_delta_rule.prefill.per_channel_sm90 import states
+from pallas_kernels.gated_delta_rule.prefill.per_head_sm90 import prefill
 
 
 def gated_delta_rule_prefill(

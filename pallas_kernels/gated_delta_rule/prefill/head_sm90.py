@@ -1,4 +1,4 @@
-"""What the two kernels that carry states on Hopper GPUs share: a head of a row, and the steps from state to state."""
+"""One head of one row, as both variants of the recurrence on Hopper GPUs see it: its copies, and its products per chunk."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ _MATRIX = 8  # the rows and columns of the matrices that a warp loads, four at a
 
 
 class Head:
-    """One head of one row. A part of its state is transposed, [values, keys], in tiles of 64 values and 64 keys."""
+    """One head of one row. A slice of 64 values of its state is transposed, [values, keys], in tiles of 64 keys."""
 
     def __init__(
         self, refs: Any, memory: Any, row: PrefillRow, head: Any, layer: Any, read: Any, layout: StateLayout
     ) -> None:
-        """Gathers what belongs to the head.
+        """Gathers the references of the head.
 
         Args:
             refs: The inputs, the pool, the outputs and barriers, by name.
-            memory: The views of shared memory. The first has tokens for copies, and a dict of all else by name. The second
-                has tokens for tensor cores.
+            memory: The views of SMEM. The first has tokens for copies, and a dict of everything else by name. The second has
+                tokens for tensor cores.
             row: The row.
-            head: The value head.
+            head: The index of the value head.
             layer: The layer of the pool that has the row's states.
             read: The block of the state before the row.
             layout: The layout of the states in the pool.
@@ -55,7 +55,7 @@ class Head:
                 hp.copy_gmem_to_smem(source.at[here, self.key_head, keys], self.token_rows[name].at[at, n], full)
 
     def copy_products(self, number: Any, at: Any, full: Any) -> None:
-        """Copies the solved system of a chunk, and its factors."""
+        """Copies T beta of a chunk, and its factors."""
         refs = self.refs
         for n in self.pieces:
             hp.copy_gmem_to_smem(refs.solve.at[n, self.head, number], refs.squares["solve"].at[at, n], full)
@@ -82,11 +82,11 @@ class Head:
         return hp.along_columns(hp.load_per_column(self.refs.chunk_factors.at[at, keys]), TILE)
 
     def piece(self, tile: jax.Array, n: int) -> Callable[[], jax.Array]:
-        """Returns a function that returns one of a tile's pieces, a left operand for `multiply_all`."""
+        """Returns a function that returns a tile's n-th bfloat16 term (0: hi), a left operand for `multiply_all`."""
         return lambda: pieces(tile, len(self.pieces))[n]
 
     def keep_tokens(self, live: Any, v_tile: Any, at: Any) -> None:
-        """Sets what a chunk that is not full has of its neighbours to zero."""
+        """Sets the tokens after a chunk's last one, which a copy brings too, to zero."""
 
         @hp.when(live < TILE)
         def _():
@@ -95,19 +95,19 @@ class Head:
             hp.commit_smem()
 
     def of_before(self, state: Sequence[jax.Array], at: Any) -> list[Any]:
-        """Returns the products that make what the state knows of a chunk's values."""
+        """Returns the operands of S k, the values that the state before a chunk predicts for its keys."""
         before = self.keys_of("k_before", at)
         return [(self.piece(state[n], p), before[n].T) for p in self.pieces for n in self.key_tiles]
 
     def of_wanted(self, known: jax.Array, v: jax.Array, at: Any) -> list[Any]:
-        """Returns the products that make a chunk's corrections, given its values and what the state knows of them."""
+        """Returns the operands of a chunk's pseudo-values, given its values and their prediction `known`."""
         wanted = v - known if self.per_channel else v + self.of_tokens(0, at) * known
         solve = [self.refs.squares["solve"].at[at, n] for n in self.pieces]
         numbers = self.pieces
         return [(self.piece(wanted, i), solve[j]) for i in numbers for j in numbers if i + j < len(numbers)]
 
     def of_added(self, added: jax.Array, at: Any) -> list[list[Any]]:
-        """Returns the products of a chunk's corrections that change the state, for each of its tiles."""
+        """Returns the operands of the state's change by a chunk's pseudo-values, for each of the state's tiles."""
         weighted, after = self.of_tokens(2, at) * added, self.keys_of("k_after", at)
         return [[(self.piece(weighted, p), after[n]) for p in self.pieces] for n in self.key_tiles]
 
@@ -144,7 +144,7 @@ class Head:
         store_rows(rows, live, self._outputs_from(token, values))
 
     def clear_outputs(self, total: Any, values: Any) -> None:
-        """Writes zeros to those of the tokens from `total` on, after the last row, that are this row's to clear."""
+        """Writes zeros to this row's share of the padding tokens from `total` on."""
         row = dataclasses.replace(self.row, total=total)
         row.clear(self.refs.v.shape[0], lambda token: self._outputs_from(token, values))
 
@@ -153,29 +153,29 @@ class Head:
 
 
 def load_values(tile: Any) -> jax.Array:
-    """Loads a chunk's values, transposed, from a tile [tokens, values] in shared memory. bfloat16 [64, 64]."""
+    """Loads a chunk's values, transposed, from a tile [tokens, values] in SMEM. bfloat16 [64, 64]."""
 
     def body(tile: Any) -> Any:
         kind = tile.dtype
-        words = [word for place in _places_of_matrices(tile) for word in hp.ldmatrix_transposed(place)]
+        words = [word for place in _addresses_of_matrices(tile) for word in hp.ldmatrix_transposed(place)]
         return ([hp.numbers([word], kind) for word in words],)
 
     return hp.inline(body, (tile, hp.tiling(tile.dtype)), results=[(SHAPE, tile.dtype)])[0]
 
 
 def store_values(tile: Any, values: jax.Array) -> None:
-    """Stores a chunk's outputs, which are transposed, in a tile [tokens, values] in shared memory. bfloat16 [64, 64]."""
+    """Stores a chunk's outputs, which are transposed, in a tile [tokens, values] in SMEM. bfloat16 [64, 64]."""
 
     def body(tile: Any, values: Any) -> None:
         words = [hp.word(pair) for pair in values]
-        for n, place in enumerate(_places_of_matrices(tile)):
+        for n, place in enumerate(_addresses_of_matrices(tile)):
             hp.stmatrix(place, words[4 * n :][:4], transposed=True)
 
     hp.inline(body, (tile, hp.tiling(tile.dtype)), values)
 
 
-def _places_of_matrices(tile: Any) -> list[Any]:
-    """Returns, for each four matrices of a tile [tokens, values], the address of the row of which this thread tells.
+def _addresses_of_matrices(tile: Any) -> list[Any]:
+    """Returns, for each four matrices of a tile [tokens, values], the address of the row that this thread gives `stmatrix`.
 
     Two of the four are side by side in the warp's 16 values, and two have the next eight tokens.
     """
@@ -184,8 +184,8 @@ def _places_of_matrices(tile: Any) -> list[Any]:
     group = warp * 2 + (matrix & 1)
     across = hp.swizzled(group, row, _MATRIX)
 
-    def place(first: int) -> Any:
+    def address(first: int) -> Any:
         token = hp.add((matrix >> 1) * _MATRIX, row, first)
         return hp.smem_address(tile, token * TILE + across)
 
-    return [place(first) for first in range(0, TILE, 2 * _MATRIX)]
+    return [address(first) for first in range(0, TILE, 2 * _MATRIX)]

@@ -1,6 +1,6 @@
-"""The first two prefill kernels in one, on Hopper GPUs, for decays per head: products of keys, and solved systems.
+"""The stages within a chunk on Hopper GPUs, for decays per head: decayed Gram matrices, and the inverse that makes WY.
 
-A program has one chunk and key head, and all value heads of that key head, two at a time.
+A warpgroup handles one chunk and key head, and all value heads of that key head, two at a time.
 """
 
 import functools
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
-from pallas_kernels.gated_delta_rule.prefill.inverse_mosaic import SIZE, invert
-from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import Factors, load_gates, scale_tokens, sum_log_decays
-from pallas_kernels.gated_delta_rule.prefill.weights_mosaic import find_norms, weigh
+from pallas_kernels.gated_delta_rule.prefill.cumsum_sm90 import Factors, load_gates, scale_tokens, sum_log_decays
+from pallas_kernels.gated_delta_rule.prefill.gram_sm90 import decayed_gram, find_norms
+from pallas_kernels.gated_delta_rule.prefill.solve_tril_sm90 import SIZE, solve_tril
 from pallas_kernels.hopper.partial_tiles import keep_rows
 
 _SHAPE = SIZE, SIZE
@@ -26,7 +26,7 @@ def load_pair(refs, key_head, pair, bounds):
     Args:
         refs: The inputs by name.
         key_head: Their key head.
-        pair: How many pairs of value heads the key head has before.
+        pair: The index of the pair among the key head's pairs.
         bounds: The chunk's first token, and the token after its last one.
     """
     start, end = bounds
@@ -46,7 +46,7 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
 
     Args:
         refs: The inputs and outputs by name, see `outputs`.
-        place: The warpgroup's shared memory and barriers by name, see `memory`.
+        place: The warpgroup's SMEM and barriers by name, see `memory`.
         chunk: The chunk, which has tokens.
         key_head: The key head.
         bounds: The chunk's first token, and the token after its last one.
@@ -87,13 +87,13 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
     with_themselves = (keys, product(q, q)) if use_qk_l2norm else (None, None)
     for n, factor in enumerate((1.0, scale)):
         find_norms(with_themselves[n], place.norms.at[n], factor)
-    hp.commit_smem()  # all threads have finished with the tokens, whose place the systems take
+    hp.commit_smem()  # all threads have finished with the tokens, whose bytes the systems share
 
     def of_pair(pair, _):
         @hp.loop(0, 2)
         def _(half):
             vectors = place.per_row.at[half], place.per_column.at[half], place.norms
-            weigh(keys, queries, *vectors, system.at[half], place.attention_tile.at[half])
+            decayed_gram(keys, queries, *vectors, system.at[half], place.attention_tile.at[half])
 
         scale_tokens(place.per_row, place.norms, place.kinds)
         hp.commit_smem()
@@ -112,7 +112,7 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
             def _(half=half, head=head):
                 hp.copy_smem_to_gmem(place.attention_tile.at[half], refs.attention.at[0, head, chunk])
 
-        invert(system, place.per_row.at[:, _AT.beta], solution)
+        solve_tril(system, place.per_row.at[:, _AT.beta], solution)
         hp.commit_smem()
         hp.when(2 * (pair + 1) < repeats)(lambda: sum_decays(load_pair(refs, key_head, pair + 1, bounds)))
         for half in (0, 1):
@@ -129,9 +129,9 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
 
 
 def outputs(value_heads: int, chunks: int, pieces: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Describes what all calls of `make_products` write together, by name.
+    """Describes the arrays that all calls of `make_products` store together, by name.
 
-    That is `solve` and `attention` as in states.py, but the squares of `solve` are transposed, and `scales` [value heads,
+    They are `solve` and `attention` as in states.py, but the matrices of `solve` are transposed, and `scales` [value heads,
     chunks, 4, tokens], of which the first is negative and the last is the decay over the chunk, for each token.
     """
     array = jax.ShapeDtypeStruct
@@ -143,9 +143,9 @@ def outputs(value_heads: int, chunks: int, pieces: int) -> dict[str, jax.ShapeDt
 
 
 def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
-    """Describes the shared memory of some warpgroups, as views of the same place: see `place_of`.
+    """Describes the SMEM of some warpgroups, as views of the same bytes: see `place_of`.
 
-    Solutions have two pieces.
+    Solutions have two bfloat16 terms.
     """
     rows, tiles = hp.views_of_tokens((warpgroups, 2, 2, *_SHAPE), dtype)
     others = dict(
@@ -158,7 +158,7 @@ def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
     )
     system = hp.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.float32)
     solution = hp.tiled(warpgroups, 2, 2, *_SHAPE, dtype=jnp.bfloat16)
-    # Systems take the place of tokens, and solutions that of systems. All three have 32 KiB in each warpgroup.
+    # Tokens, systems and solutions share the same 32 KiB of each warpgroup, one after the other.
     return [(rows, others), (tiles,), (system,), (solution,)]
 
 
@@ -168,7 +168,7 @@ def barriers(warpgroups: int, key_dim: int) -> dict[str, Any]:
 
 
 def place_of(warpgroup: Any, memory: Any, barriers: dict[str, Any]) -> SimpleNamespace:
-    """Returns the part of `memory` and the `barriers` that belong to a warpgroup."""
+    """Returns a warpgroup's own views of `memory` and `barriers`."""
     (rows, others), (tiles,), (system,), (solution,) = memory
     tokens = lambda view: (view.at[warpgroup, 0], view.at[warpgroup, 1])
     named = {name: ref.at[warpgroup] for name, ref in (others | barriers).items()}

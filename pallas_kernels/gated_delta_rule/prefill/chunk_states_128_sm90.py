@@ -1,14 +1,14 @@
-"""The third prefill kernel on Hopper GPUs, for much work in many rows. A program has 128 value dims of a head at a time.
+"""The recurrence from chunk to chunk on Hopper GPUs, for much work in many rows: a CTA has 128 value dims at a time.
 
-It computes the bits that states_mosaic.py computes, with other work for each of the three warpgroups: one fetches what the
-chunks to come need, and the two others have 64 value dims each. They carry their part of the state and make its outputs.
-While one waits for its products, the other one keeps the tensor cores busy, and both read the same keys and squares. For
-few rows that would leave most cores idle. Outputs are transposed, [values, tokens], as states are: their left operands are
+It computes the bits of chunk_states_64_sm90.py with other work for each of the three warpgroups: one copies the operands of
+later chunks from GMEM, and the two others have a tile of 64 value dims each, of which they compute states and outputs. While
+one waits for its products, the other one keeps the tensor cores busy, and both read the same keys and 64 x 64 matrices. For
+few rows that would leave most SMs idle. Outputs are transposed, [values, tokens], as states are: their left operands are
 then in registers.
 
-There are at most as many programs as cores. Each takes one head after the other, and fetches the next one's state and first
-chunks while it still carries the one before. States come and leave as copies of whole tiles. In the layout that tensor cores
-give them, threads would load and store them in pieces of 32 bytes, which takes longer than a chunk.
+There are at most as many CTAs as SMs. Each takes one head after the other from a queue, and copies the next one's state and
+first chunks while it still computes the one before. States come and leave as copies of whole tiles. In the tensor cores'
+layout threads would load and store them in 32 bytes at a time, which takes longer than a chunk.
 """
 
 from collections.abc import Callable
@@ -19,21 +19,21 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, load_values, store_values
-from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work, take_next, tell
+from pallas_kernels.gated_delta_rule.prefill.head_sm90 import Head, load_values, store_values
+from pallas_kernels.gated_delta_rule.prefill.work_queue_sm90 import Work, store_entry, take
 from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 
-PARTS = 2  # of a program's value dims
-_STAGES = 2  # chunks that are in shared memory
+TILES = 2  # of value dims per CTA
+_STAGES = 2  # chunks that are in SMEM
 
 
-class Taken(NamedTuple):
-    """What a program has taken, as the warpgroup that fetches tells it to the others. A row is as in `PrefillRow`.
+class Entry(NamedTuple):
+    """An entry of the work queue, as the copying warpgroup stores it in SMEM for the others. A row is as in `PrefillRow`.
 
     Attributes:
-        number: Its number. There is no more to take if it is `Work.total`, or larger.
+        ticket: The entry's index in the queue. The queue is empty if it is `Work.total` or larger.
         start: The row's first token.
-        end: The token after its last one. If there was no more to take, the row has none.
+        end: The token after its last one. If the queue was empty, the row has no tokens.
         first_chunk: The number of chunks in earlier rows.
         first_length: The length of the row's first chunk.
         layer: The layer of the pool that has its states.
@@ -42,7 +42,7 @@ class Taken(NamedTuple):
         total: The token after the last row of all.
     """
 
-    number: Any
+    ticket: Any
     start: Any
     end: Any
     first_chunk: Any
@@ -53,80 +53,80 @@ class Taken(NamedTuple):
     total: Any
 
     @classmethod
-    def of(cls, refs: Any, work: Work, number: Any) -> "Taken":
-        """Reads what a number stands for."""
-        index = jnp.minimum(work.place_of(number)[0], work.rows - 1)
+    def of(cls, refs: Any, work: Work, ticket: Any) -> "Entry":
+        """Reads the entry of a ticket from GMEM."""
+        index = jnp.minimum(work.indices_of(ticket)[0], work.rows - 1)
         row = PrefillRow.of(refs, index)
-        end = jnp.where(number < work.total, row.end, row.start)
+        end = jnp.where(ticket < work.total, row.end, row.start)
         blocks = refs.layer[0], refs.read_block[index], refs.write_block[index]
-        return cls(number, row.start, end, row.first_chunk, row.first_length, *blocks, row.total)
+        return cls(ticket, row.start, end, row.first_chunk, row.first_length, *blocks, row.total)
 
     @classmethod
-    def heard(cls, told: Any) -> "Taken":
-        """Reads what has been told."""
-        return cls(*(told[n] for n in range(len(cls._fields))))
+    def stored(cls, entry: Any) -> "Entry":
+        """Loads the entry that the copying warpgroup has stored in SMEM."""
+        return cls(*(entry[n] for n in range(len(cls._fields))))
 
 
-def carry_states(
+def chunk_states(
     refs: Any,
     memory: Any,
     work: Work,
-    taken: Any,
+    queue: Any,
     *,
     layout: StateLayout,
     wait_for_products: Callable[[Any, Any], None] | None = None,
 ) -> None:
-    """Runs parts of heads until none is left, by three warpgroups.
+    """Runs the queue's entries until it is empty, by three warpgroups.
 
-    The warpgroup that fetches takes the next one while the others still carry the one before.
+    The copying warpgroup takes the next entry while the others still compute the one before.
 
     Args:
-        refs: As in states_mosaic.py.
+        refs: As in chunk_states_64_sm90.py.
         memory: The same.
-        work: All parts of all heads, of two tiles of value dims each.
-        taken: How many of them programs have taken: one of `hp.semaphores`.
-        layout: The same as in states_mosaic.py.
+        work: All pairs of tiles of value dims of all heads.
+        queue: The number of entries that CTAs have taken: one of `hp.semaphores`.
+        layout: The same as in chunk_states_64_sm90.py.
         wait_for_products: The same.
     """
     others = memory[0][-1]
-    told, states = others["told"], others["states"]
+    entry, states = others["entry"], others["states"]
     stage_of = lambda chunk: jax.lax.rem(chunk, jnp.int32(_STAGES))
-    values_of = lambda pair, part: hp.ds((PARTS * pair + part) * TILE, TILE)
+    values_of = lambda pair, tile_index: hp.ds((TILES * pair + tile_index) * TILE, TILE)
 
-    def place_of(found: Taken) -> tuple[Head, Any]:
-        """Returns the head of what has been taken, and the number of its part. What is not told of its row is None."""
-        index, head, pair = work.place_of(found.number)
+    def head_of(found: Entry) -> tuple[Head, Any]:
+        """Returns an entry's head and its pair of tiles. `PrefillRow.total` is None: this kernel does not need it."""
+        index, head, pair = work.indices_of(found.ticket)
         row = PrefillRow(index, work.rows, found.start, found.end, None, found.first_chunk, found.first_length)
         return Head(refs, memory, row, head, found.layer, found.read, layout), pair
 
     def fetch():
-        """Takes heads, and fetches their states and what their chunks need."""
+        """Takes entries, and copies their states and the operands of their chunks."""
         hp.set_max_registers(40, action="decrease")
 
-        def take():
-            """Takes the next part of a head, if there is one, and tells the others."""
-            take_next(taken, told)
-            found = Taken.of(refs, work, told[0])
-            # `take_next` has stored the number, and other threads may still read it.
-            tell(found[1:], told, first=1)
+        def take_entry():
+            """Takes the next entry, and stores it for the other warpgroups."""
+            take(queue, entry)
+            found = Entry.of(refs, work, entry[0])
+            # `take` has stored the ticket, and other threads may still load it.
+            store_entry(found[1:], entry, first=1)
             hp.barrier_arrive(refs.taken)
             return found
 
         def fetch_head(carry):
             found, before = carry
-            head, pair = place_of(found)
+            head, pair = head_of(found)
             hp.when(head.has_initial)(lambda: fetch_state(head, found.read, pair))
             jax.lax.fori_loop(0, head.count, lambda chunk, _: fetch_chunk(head, pair, chunk, before + chunk), None)
             hp.barrier_wait(refs.seen)
-            following = take()
+            following = take_entry()
             hp.barrier_wait(refs.state_free)
             return following, before + head.count
 
         def fetch_state(head, block, pair):
-            for part in range(PARTS):
+            for tile_index in range(TILES):
                 for n in head.key_tiles:
-                    tile = head.tile_of_pool(block, values_of(pair, part), n)
-                    hp.copy_gmem_to_smem(tile, states.at[part, n], refs.state_full)
+                    tile = head.tile_of_pool(block, values_of(pair, tile_index), n)
+                    hp.copy_gmem_to_smem(tile, states.at[tile_index, n], refs.state_full)
 
         def fetch_chunk(head, pair, chunk, number):
             refs, at = head.refs, stage_of(number)
@@ -141,11 +141,13 @@ def carry_states(
             attention = refs.attention.at[0, head.head, head.first + chunk]
             hp.copy_gmem_to_smem(attention, refs.squares["attention"].at[at], full)
             hp.when(number >= _STAGES)(lambda: hp.barrier_wait(refs.values_free.at[at]))
-            for part in range(PARTS):
-                source = refs.v.at[here, head.head, values_of(pair, part)]
-                hp.copy_gmem_to_smem(source, head.token_rows["v"].at[at, part], full)
+            for tile_index in range(TILES):
+                source = refs.v.at[here, head.head, values_of(pair, tile_index)]
+                hp.copy_gmem_to_smem(source, head.token_rows["v"].at[at, tile_index], full)
 
-        chunks = jax.lax.while_loop(lambda carry: carry[0].number < work.total, fetch_head, (take(), jnp.int32(0)))[1]
+        chunks = jax.lax.while_loop(
+            lambda carry: carry[0].ticket < work.total, fetch_head, (take_entry(), jnp.int32(0))
+        )[1]
         hp.barrier_wait(refs.seen)
 
         # A barrier has one phase bit, so each of its completions must be waited for.
@@ -154,18 +156,18 @@ def carry_states(
             hp.barrier_wait(refs.free.at[stage_of(number)])
             hp.barrier_wait(refs.values_free.at[stage_of(number)])
 
-    def carry_part():
-        """Runs the chunks' way from state to state for one part of the value dims, and makes its outputs."""
+    def carry_tile():
+        """Computes the states and outputs of one tile of value dims."""
         hp.set_max_registers(232, action="increase")
-        part = hp.axis_index(hp.WARPGROUP) - 1
-        own_states = [states.at[part, n] for n in range(states.shape[1])]
+        tile_index = hp.axis_index(hp.WARPGROUP) - 1
+        own_states = [states.at[tile_index, n] for n in range(states.shape[1])]
 
         def see():
-            """Returns what has been taken and the state before it, and lets the next one be taken."""
+            """Returns the next entry and its initial state, and lets the copying warpgroup take another entry."""
             hp.barrier_wait(refs.taken)
-            found = Taken.heard(told)
+            found = Entry.stored(entry)
             hp.barrier_arrive(refs.seen)
-            head, _ = place_of(found)
+            head, _ = head_of(found)
             hp.when(head.has_initial)(lambda: hp.barrier_wait(refs.state_full))
             load = hp.load_tile if layout == "VK" else hp.load_transposed
             nothing = lambda: hp.zeros(SHAPE, states.dtype)
@@ -173,10 +175,10 @@ def carry_states(
 
         def carry_on(carry):
             found, state, before = carry
-            head, pair = place_of(found)
-            values = values_of(pair, part)
-            state = carry_head(head, [x.astype(jnp.float32) for x in state], values, part, before)
-            # The next state is in the place that this one takes.
+            head, pair = head_of(found)
+            values = values_of(pair, tile_index)
+            state = carry_head(head, [x.astype(jnp.float32) for x in state], values, tile_index, before)
+            # The next initial state is in the SMEM that this state is stored to.
             following, next_state = see()
             chunks = before + head.count
             hp.wait_smem_to_gmem(0, wait_read_only=True)  # of the last chunk's outputs
@@ -196,15 +198,15 @@ def carry_states(
             for n, x in enumerate(own_states):
                 hp.copy_smem_to_gmem(x, head.tile_of_pool(block, values, n))
 
-        jax.lax.while_loop(lambda carry: carry[0].number < work.total, carry_on, (*see(), jnp.int32(0)))
+        jax.lax.while_loop(lambda carry: carry[0].ticket < work.total, carry_on, (*see(), jnp.int32(0)))
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def carry_head(head, state, values, part, before):
-        """Runs a part of a head. Before it, the program has had so many chunks. Takes and returns the state's tiles."""
+    def carry_head(head, state, values, tile_index, before):
+        """Runs one tile of a head. `before` is the number of chunks that the CTA has run. Returns the state's tiles."""
         refs = head.refs
 
         def let_fetch(chunk):
-            """Frees the place of the last chunk's outputs, or in the first chunk that of states, once they have left."""
+            """Frees the SMEM of the last chunk's outputs, or in the first chunk that of states, once they are copied."""
             hp.wait_smem_to_gmem(0, wait_read_only=True)
             hp.when(chunk > 0)(lambda: hp.barrier_arrive(refs.values_free.at[stage_of(before + chunk - 1)]))
             hp.when(chunk == 0)(lambda: hp.barrier_arrive(refs.state_free))
@@ -213,9 +215,9 @@ def carry_states(
             """Runs one chunk. Takes and returns the state's tiles."""
             at = stage_of(before + chunk)
             token, live = head.row.tokens_of(chunk)
-            v_tile = head.token_tiles["v"].at[at, part]
+            v_tile = head.token_tiles["v"].at[at, tile_index]
             hp.barrier_wait(refs.full.at[at])
-            head.keep_tokens(live, v_tile, at)  # both parts' warpgroups write the same keys
+            head.keep_tokens(live, v_tile, at)  # both warpgroups write the same keys
 
             def meanwhile():
                 let_fetch(chunk)
@@ -231,10 +233,10 @@ def carry_states(
             out = (out + of_added).astype(jnp.bfloat16)
             state = head.changed(state, hp.multiply_all(SHAPE, head.of_added(added, at)), at)
             hp.barrier_arrive(refs.free.at[at])
-            # Outputs take the place of the chunk's values.
+            # Outputs are stored over the chunk's values.
             store_values(v_tile, out)
             hp.commit_smem()
-            head.store_outputs(token, live, head.token_rows["v"].at[at, part], values)
+            head.store_outputs(token, live, head.token_rows["v"].at[at, tile_index], values)
             return state
 
         advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, advance, state)
@@ -245,22 +247,22 @@ def carry_states(
             hp.wait_smem_to_gmem(0, wait_read_only=True)
             hp.barrier_arrive(refs.state_free)
 
-        # If this were read earlier, it would stay in a register over the loop, which has none to spare. The next part of a
-        # head may have been told since then, and has the same total.
-        total = Taken.heard(told).total
+        # If this were read earlier, it would stay in a register over the loop, which has none to spare. The next
+        # entry may have been stored since then, and has the same total.
+        total = Entry.stored(entry).total
         hp.when(total < refs.v.shape[0])(lambda: head.clear_outputs(total, values))
         return state
 
     warpgroup = hp.axis_index(hp.WARPGROUP)
     hp.when(warpgroup == 0)(fetch)
-    hp.when(warpgroup > 0)(carry_part)
+    hp.when(warpgroup > 0)(carry_tile)
     hp.finish_together(refs.done)
 
 
 def memory(key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
-    """Describes a program's shared memory, as views of the same place."""
+    """Describes a CTA's SMEM, as views of the same bytes."""
     tiles = key_dim // TILE
-    tokens, squares = dict(v=(_STAGES, PARTS, *SHAPE)), dict(solve=(_STAGES, pieces))
+    tokens, squares = dict(v=(_STAGES, TILES, *SHAPE)), dict(solve=(_STAGES, pieces))
     squares |= dict(attention=(_STAGES,))
     if per_channel:
         squares |= dict.fromkeys(("k_before", "k_after", "q_before"), (_STAGES, tiles))
@@ -271,22 +273,22 @@ def memory(key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channe
     tile = lambda *shape: hp.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
     squares = {name: tile(*shape) for name, shape in squares.items()}
     rows, tiles_of_tokens = hp.views_of_tokens(tokens, dtype)
-    others = dict(squares=squares, chunk_factors=factors, told=hp.SMEM((len(Taken._fields),), jnp.int32))
-    others |= dict(states=hp.tiled(PARTS, tiles, *SHAPE, dtype=pool_dtype))
+    others = dict(squares=squares, chunk_factors=factors, entry=hp.SMEM((len(Entry._fields),), jnp.int32))
+    others |= dict(states=hp.tiled(TILES, tiles, *SHAPE, dtype=pool_dtype))
     return [(rows, others), (tiles_of_tokens,)]
 
 
 def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
-    """Describes a program's barriers."""
+    """Describes a CTA's barriers."""
     tiles = key_dim // TILE
-    copies = (2 + per_channel) * tiles + PARTS + pieces + 2
+    copies = (2 + per_channel) * tiles + TILES + pieces + 2
     return dict(
         full=hp.Barrier(num_arrivals=copies, num_barriers=_STAGES),
-        free=hp.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
-        values_free=hp.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
-        state_full=hp.Barrier(num_arrivals=PARTS * tiles),
-        state_free=hp.Barrier(num_arrivals=PARTS),
+        free=hp.Barrier(num_arrivals=TILES, num_barriers=_STAGES),
+        values_free=hp.Barrier(num_arrivals=TILES, num_barriers=_STAGES),
+        state_full=hp.Barrier(num_arrivals=TILES * tiles),
+        state_free=hp.Barrier(num_arrivals=TILES),
         taken=hp.Barrier(),
-        seen=hp.Barrier(num_arrivals=PARTS),
-        done=hp.Barrier(num_arrivals=1 + PARTS),
+        seen=hp.Barrier(num_arrivals=TILES),
+        done=hp.Barrier(num_arrivals=1 + TILES),
     )

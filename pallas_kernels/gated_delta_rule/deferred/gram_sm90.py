@@ -1,9 +1,9 @@
-"""What the Mosaic GPU kernel multiplies values by: everything that needs only keys, queries and gates of a row and head.
+"""Decayed Gram coefficients of a fold group on Hopper GPUs: all products that need only keys, queries and gates of a head.
 
-Single threads compute it while the row's state is on its way. A warp has eight places of a group. Its lanes load the keys of
-places and the keys and queries of the row's tokens from where they are, multiply them on tensor cores, and add up the log
-decays between a place and a token, one after the other and in the order of the places. So a sum does not depend on how many
-tokens come with a call.
+Single threads compute them while the row's state is copied to SMEM. A warp has eight ring slots of a group. Its lanes load
+the slots' keys and the keys and queries of the row's tokens from GMEM, multiply them on tensor cores, and add up the log
+decays between a slot and a token, one after the other and in the order of the slots. So a sum does not depend on the number
+of tokens of a call.
 """
 
 import functools
@@ -18,22 +18,22 @@ from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
-_PIECE = 32  # keys of a vector that the four lanes of a row have, eight each
-_ROWS = 8  # places that a warp has, and tokens in a tile of the product, which also has their queries
+_PIECE = 32  # keys of a vector that four lanes have, eight each
+_ROWS = 8  # ring slots of a warp, and tokens in a tile of the product, which also has their queries
 
 
 class Inputs(NamedTuple):
-    """References to the inputs of one head, in the GPU's memory.
+    """References to the inputs of one head, in GMEM.
 
     Attributes:
-        queries: Those of all tokens of the call. [tokens, key_dim], a part of the array of all channels
+        queries: The queries of all tokens of the call. [tokens, key_dim], a view of the array of all channels
         keys: Like the queries.
-        a: The raw decays of all tokens. [tokens], a part of the array of all heads
+        a: The raw decays of all tokens. [tokens], a view of the array of all heads
         b: The raw projections of beta, like `a`.
         A_log: The logarithm of the decay rate. [1]
         dt_bias: What is added to `a`. [1]
-        ring_k: The ring's keys, which get those of the row's tokens. [ring places, key_dim]
-        ring_g: The ring's log decays, which get those of the row's tokens. [ring places]
+        ring_k: The ring's keys, in which the row's are stored. [ring slots, key_dim]
+        ring_g: The ring's log decays, in which the row's are stored. [ring slots]
     """
 
     queries: Any
@@ -47,13 +47,13 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """References to shared memory that gets the results.
+    """References to SMEM that receives the results.
 
     Attributes:
         x: The vectors, 0 for those that do not exist. [vectors, key_dim], tiled
-        weight: The factors of the corrections, 0 for places that a vector does not see. float32 [groups, vectors, places]
+        weight: The corrections' coefficients, 0 for slots that a vector does not see. float32 [groups, vectors, places]
         factors: All other factors: see `Factors`. float32
-        fold: The keys of group 0, 0 for places without an entry. [places, key_dim], tiled
+        fold: The keys of group 0, 0 for slots without an entry. [places, key_dim], tiled
         row_bytes: The bytes of a row of a tile of `x`. Those of `fold` have `places` keys.
     """
 
@@ -65,12 +65,12 @@ class Results(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A row's place in a group, in numbers of the kernel.
+    """The indices of a row in a group, int32.
 
     Attributes:
         first: The group's first position.
         low: Its first position of which there can be an entry.
-        place: Its first place in the ring.
+        place: Its first slot in the ring.
         start: The row's first token in the call.
         count: The number of the row's tokens.
         position: The position of the first one.
@@ -84,7 +84,7 @@ class Group(NamedTuple):
     position: Any
 
 
-def store_weights(
+def store_gram(
     number: int,
     inputs: Inputs,
     group: Group,
@@ -94,7 +94,7 @@ def store_weights(
     keeps_keys: Any,
     keeps_decays: Any,
 ) -> None:
-    """Computes the results of a group, and stores the entries of the row's tokens in the ring.
+    """Computes the coefficients of a group, and stores the entries of the row's tokens in the ring.
 
     Args:
         number: 0 for the group of the row's base, and 1 for the next one.
@@ -103,8 +103,8 @@ def store_weights(
         gate: How gates are computed.
         results: The results. The vectors and those of the fold are stored for group 0 only.
         folds: Whether the fold's keys are wanted.
-        keeps_keys: Whether the keys of the row's tokens are stored. One program for each head of keys does.
-        keeps_decays: Whether their log decays are stored. One program for each head of values does.
+        keeps_keys: Whether the keys of the row's tokens are stored. One CTA for each head of keys does.
+        keeps_decays: Whether their log decays are stored. One CTA for each head of values does.
     """
     length, key_dim = inputs.ring_k.shape[0] // 2, inputs.keys.shape[1]
     vectors, places = results.weight.shape[1:]
@@ -128,7 +128,7 @@ def store_weights(
 
 
 class _Threads:
-    """The code of single threads: see `store_weights`."""
+    """The code of single threads: see `store_gram`."""
 
     def __init__(
         self, inputs: Inputs, results: Results, group: Group, folds: Any, keeps_keys: Any, keeps_decays: Any, *,
@@ -145,7 +145,7 @@ class _Threads:
         self.lane = lane & (places - 1)
 
     def run(self) -> None:
-        """Runs the warps that have places."""
+        """Runs the warps that have slots."""
         with hp.predicated(self.warp < self.places // _ROWS):
             place = self.warp * _ROWS + self.row
             # All loads come first, so that they wait for the memory together.
@@ -169,17 +169,17 @@ class _Threads:
                 self.store_tile(first, sums, factor, beta, decays)
 
     def exists(self, place: Any) -> Any:
-        """Whether there is an entry of a place, of the ring or of the call."""
+        """Whether a slot has an entry, in the ring or of the call."""
         group = self.group
         return hp.is_between(group.first + place, group.low, group.position + group.count)
 
     def is_new(self, place: Any) -> Any:
-        """Whether the entry of a place is that of one of the row's tokens."""
+        """Whether the entry of a slot is one of the row's tokens."""
         group = self.group
         return hp.is_between(group.first + place, group.position, group.position + group.count)
 
     def token_at(self, place: Any) -> Any:
-        """The token of the call that has a place, or any token if there is none."""
+        """The token of the call whose entry has a slot, or any token if there is none."""
         group = self.group
         token = group.start + group.first + place - group.position
         return hp.clamp(token, 0, self.last)
@@ -190,7 +190,7 @@ class _Threads:
         return hp.minimum(token, self.last)
 
     def keys_of(self, place: Any) -> list[list[Any]]:
-        """Loads this lane's part of the key of a place. It is anything if there is no entry."""
+        """Loads this lane's slice of the key in a slot. It is undefined if the slot has no entry: the caller masks it."""
         group = self.group
         is_old = group.first + place < group.position
         in_ring = self.address(self.inputs.ring_k, group.place + place)
@@ -198,7 +198,7 @@ class _Threads:
         return [hp.load_words(at, 2 * _PIECE * piece) for piece in range(self.pieces)]
 
     def vectors_of(self, first: int) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Loads this lane's part of its token's key and query."""
+        """Loads this lane's slice of its token's key and query."""
         at = [self.address(ref, self.token_of(first)) for ref in (self.inputs.keys, self.inputs.queries)]
         key, query = ([hp.load_words(one, 2 * _PIECE * piece) for piece in range(self.pieces)] for one in at)
         return key, query
@@ -208,7 +208,7 @@ class _Threads:
         return hp.row_address(ref, row, self.column)
 
     def load_decay(self) -> tuple[Any, Any, Any, Any]:
-        """Loads what the log decay of the place that has the lane's number is computed from, and the one in the ring."""
+        """Loads the raw gate of the slot with the lane's index, its log decay in the ring, and A_log and dt_bias."""
         inputs, zero = self.inputs, hp.i32(0)
         at = self.token_at(self.lane), self.group.place + self.lane, zero, zero
         refs = inputs.a, inputs.ring_g, inputs.A_log, inputs.dt_bias
@@ -216,7 +216,7 @@ class _Threads:
         return raw, stored, rate, bias
 
     def log_decays(self, raw: Any, stored: Any, rate: Any, bias: Any) -> list[Any]:
-        """Returns the log decays of all places, 0 for those without an entry. New ones are stored in the ring."""
+        """Returns the log decays of all slots, 0 for slots without an entry. New ones are stored in the ring."""
         decay = self.gate.log_decay(raw, rate, bias)
         is_new, exists = self.is_new(self.lane), self.exists(self.lane)
         with hp.predicated(_all(is_new, _is_set(self.keeps_decays), self.warp < 1)):
@@ -225,7 +225,7 @@ class _Threads:
         return [hp.shfl_idx(found, place) for place in range(self.length)]
 
     def products(self, tile: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
-        """Multiplies the keys and queries of up to eight tokens with the keys of the warp's places: see `multiply_tile`."""
+        """Multiplies the keys and queries of up to eight tokens with the keys of the warp's slots: see `mma`."""
         sums = [hp.f32(0.0)] * 4
         for key, query, right in zip(*tile, keys, strict=True):
             for turn in (0, 2):
@@ -234,7 +234,7 @@ class _Threads:
         return sums
 
     def factor(self, words: Sequence[Sequence[Any]], factor: float) -> Any:
-        """Returns the factor of a vector, whose parts four lanes have."""
+        """Returns the factor of a vector, of which four lanes have a slice each."""
         if not self.gate.use_qk_l2norm:
             return hp.f32(factor)
         wide = [hp.numbers(part, self.kind).astype(jnp.float32) for part in words]
@@ -267,15 +267,15 @@ class _Threads:
                     hp.store_words(to, words, 2 * _PIECE * piece)
 
     def store_row(self, ref: Any, row_bytes: int, row: Any, pieces: Sequence[Sequence[Any]], exists: Any) -> None:
-        """Stores this lane's parts of a row of a tiled array, or 0.
+        """Stores this lane's slices of a row of a swizzled array, or 0.
 
-        Of a row of a tile, parts of 16 bytes change places. In which way depends on the row's place among eight.
+        The swizzle of a row's groups of 16 bytes depends on the row's index among eight.
 
         Args:
             ref: The array.
             row_bytes: The bytes of a row of a tile.
             row: The row.
-            pieces: The parts, four words each.
+            pieces: The slices, four words each.
             exists: Whether the row has numbers. If not, 0 is stored.
         """
         per_row = row_bytes // 16
@@ -292,7 +292,7 @@ class _Threads:
     def store_tile(
         self, first: int, products: Sequence[Any], factors: Sequence[Any], beta: Any, decays: Sequence[Any]
     ) -> None:
-        """Stores the weights and factors of the keys and queries of up to eight tokens."""
+        """Stores the coefficients and factors of the keys and queries of up to eight tokens."""
         group, zero, at = self.group, hp.f32(0.0), Factors.of(self.vectors, self.places)
         token = self.row + first
         place = group.position + token - group.first
@@ -304,7 +304,7 @@ class _Threads:
             after = [hp.select(_is_above(other, start), decay, zero) for other, decay in enumerate(until)]
             between.append(hp.exp(hp.add(*after)))
         low = group.low - group.first
-        # A key sees the places before its own, and a query sees its token's place too.
+        # A key sees the slots before its own, and a query sees its token's slot too.
         ends = place, place + 1
         for kind, (end, factor) in enumerate(zip(ends, factors, strict=True)):
             index = token + kind * self.vectors // 2

@@ -7,8 +7,8 @@ import pytest
 from kernels import threads_in_numpy
 from kernels.threads_in_numpy import Ref, Threads
 
-from pallas_kernels.gated_delta_rule.prefill import sums_mosaic
-from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
+from pallas_kernels.gated_delta_rule.prefill import cumsum_sm90
+from pallas_kernels.gated_delta_rule.prefill.cumsum_sm90 import SIZE, Factors
 from pallas_kernels.hopper import control
 
 
@@ -31,10 +31,10 @@ def test_sums_of_log_decays_are_those_of_float64(rng, monkeypatch, scale, count)
     empty = lambda *shape: Ref(np.full(shape, np.nan, np.float32))
     per_row, per_column, scales = empty(2, len(Factors()), SIZE), empty(2, 2, SIZE), empty(2, 4, SIZE)
     threads, norms = Threads(), Ref(rng.uniform(1, 2, size=(2, SIZE)).astype(np.float32))
-    threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), [sums_mosaic])
-    gates = sums_mosaic.load_gates(Ref(g), Ref(beta), start, count, heads)
-    sums_mosaic.sum_log_decays(*gates, per_row, per_column, empty(3, 4))
-    sums_mosaic.scale_tokens(per_row, norms, scales)
+    threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), [cumsum_sm90])
+    gates = cumsum_sm90.load_gates(Ref(g), Ref(beta), start, count, heads)
+    cumsum_sm90.sum_log_decays(*gates, per_row, per_column, empty(3, 4))
+    cumsum_sm90.scale_tokens(per_row, norms, scales)
 
     np.testing.assert_array_equal(per_column.array, per_row.array[:, :2])
     for half, head in enumerate(heads):

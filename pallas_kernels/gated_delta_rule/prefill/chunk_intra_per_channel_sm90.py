@@ -1,7 +1,7 @@
-"""The first two prefill kernels in one, on Hopper GPUs, for a decay per key channel.
+"""The stages within a chunk on Hopper GPUs, for a decay per key channel: decayed Gram matrices, and the inverse for WY.
 
-It computes what `products_per_channel` in products.py and inverse.py compute. A program has one chunk and two value heads,
-one after the other, and solves both of their systems at once. Keys come in tiles of 64, and log decays in tiles of 32.
+It computes what `products_per_channel` in products.py and inverse.py compute. A CTA has one chunk and two value heads, one
+after the other, and solves both of their systems at once. Keys come in tiles of 64, and log decays in tiles of 32.
 """
 
 import functools
@@ -15,8 +15,8 @@ from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
 from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule.prefill.inverse_mosaic import SIZE, invert
 from pallas_kernels.gated_delta_rule.prefill.products import MAX_EXPONENT, decay_spans
+from pallas_kernels.gated_delta_rule.prefill.solve_tril_sm90 import SIZE, solve_tril
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 from pallas_kernels.hopper.partial_tiles import keep_rows
 
@@ -32,7 +32,7 @@ _PIECES = 2  # bfloat16 numbers that stand for a float32 log decay in sums
 def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
     """Handles one chunk and two value heads.
 
-    `arrays` are, by their `names`, what `products_per_channel` launches: inputs, outputs, shared memory and barriers.
+    `arrays` are, by their `names`, what `products_per_channel` launches: inputs, outputs, SMEM and barriers.
     """
     refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
     token_rows, token_tiles = refs.tokens
@@ -70,7 +70,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         return hp.load_tile(token_tiles[name].at[n]).astype(jnp.float32)
 
     def cut_log_decays(values):
-        """Puts log decays [tokens, keys] into the place of what is there, in pieces."""
+        """Stores log decays [tokens, keys] as bfloat16 terms over the float32 ones."""
         parts = pieces(values, _PIECES)
         hp.commit_smem()  # no warp still reads what the memory had
         for n, part in enumerate(parts):
@@ -78,7 +78,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         hp.commit_smem()
 
     def fetch_span(span):
-        """Fetches the matrix whose ones are the tokens to sum over, into the place of the last one."""
+        """Copies the matrix whose ones are the tokens to sum over, over the last span's."""
         hp.copy_gmem_to_smem(refs.spans.at[span], refs.square, refs.span_full)
 
     def sums(keys, count):
@@ -202,7 +202,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         refs.token[...] = jnp.max(row, axis=1)
         jax.lax.fori_loop(0, 2, of_head, None)
         hp.commit_smem()
-        invert(system, refs.betas, solution)
+        solve_tril(system, refs.betas, solution)
         hp.commit_smem()
         for half in (0, 1):
             head, is_own = head_of(half)
@@ -216,7 +216,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
 
 
 def of_chunks(beta: jax.Array, chunks: Chunks) -> jax.Array:
-    """Returns betas as [heads, chunks, tokens], 0 for places without a token."""
+    """Returns betas as [heads, chunks, tokens], 0 for rows of the tile without a token."""
     first, last = chunks.cu_chunk_seqlens[:-1, None], chunks.cu_chunk_seqlens[1:, None]
     token = first + jnp.arange(SIZE, dtype=jnp.int32)[None]
     exists = (token < last)[:, :, None]
@@ -247,7 +247,7 @@ def products_per_channel(
         tokens=hp.RefUnion(*hp.views_of_tokens(dict.fromkeys("kq", (tiles, SIZE, KEYS)), k.dtype)),
         # Log decays are replaced by their pieces.
         log_decays=hp.RefUnion(*hp.views_of_tokens((decay_tiles, SIZE, DECAYS), jnp.float32), pieces_of_decays),
-        # What is multiplied and stored on the way to a system takes its place, and solutions do afterwards.
+        # Operands, systems and solutions share the same bytes, one after the other.
         systems=hp.RefUnion(
             hp.tiled(2, 2, SIZE, KEYS, dtype=jnp.bfloat16),
             hp.tiled(2, *_SHAPE, dtype=jnp.float32),

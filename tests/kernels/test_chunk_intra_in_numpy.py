@@ -6,16 +6,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels import mosaic_in_numpy
-from kernels.mosaic_in_numpy import Ref, memory
+from kernels import hopper_in_numpy
+from kernels.hopper_in_numpy import Ref, memory
 
 from pallas_kernels.chunks import Chunks, chunk_rows
 from pallas_kernels.gated_delta_rule.config import default_prefill_config
-from pallas_kernels.gated_delta_rule.prefill import products_mosaic as per_head
-from pallas_kernels.gated_delta_rule.prefill import products_per_channel_mosaic as per_channel
+from pallas_kernels.gated_delta_rule.prefill import chunk_intra_per_channel_sm90 as per_channel
+from pallas_kernels.gated_delta_rule.prefill import chunk_intra_sm90 as per_head
+from pallas_kernels.gated_delta_rule.prefill.cumsum_sm90 import Factors
 from pallas_kernels.gated_delta_rule.prefill.launch import invert, multiply
 from pallas_kernels.gated_delta_rule.prefill.products import decay_spans
-from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import Factors
 
 LENGTHS, COMPUTED = (130, 0, 65), (7, 0, 0)  # the first row's chunks have 57, 64 and 9 tokens
 EXTRA = 9  # tokens after the last row, which hold NaN
@@ -58,7 +58,7 @@ def run(monkeypatch, module, call, programs, given, outputs, one):
     """Runs one(refs, chunk, program) for all programs and chunks, and returns the outputs."""
     given = {name: Ref(np.array(x)) for name, x in given.items()}
     refs = dict(cu_chunk_seqlens=call.chunks.cu_chunk_seqlens) | given | outputs
-    program = mosaic_in_numpy.patch(monkeypatch, module)
+    program = hopper_in_numpy.patch(monkeypatch, module)
     for chunk in range(call.chunks.seq_idx.shape[0]):
         for number in range(programs):
             program |= dict(chunk=chunk, pair=number)

@@ -1,4 +1,4 @@
-"""The launch that carries states with a decay per key channel, on Hopper GPUs. Its products come from a launch before."""
+"""The launch of the recurrence with a decay per key channel, on Hopper GPUs. A launch before it computes its products."""
 
 import functools
 import itertools
@@ -8,17 +8,17 @@ import jax
 
 from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import (
-    carry_states,
-    cut,
-    forms,
-    is_meant,
-    programs_of,
-    takes_first,
+from pallas_kernels.gated_delta_rule.prefill.chunk_states_64_sm90 import WARPGROUPS
+from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import (
+    chunk_states,
+    ctas_of,
+    is_selected,
+    selects_first,
+    split_by_variant,
+    variants,
     views,
     work_of,
 )
-from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
 
 
 def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout) -> tuple[jax.Array, jax.Array]:
@@ -31,21 +31,21 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
     """
     v, key_dim, pieces = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
     rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
-    names, chosen = [*inputs, "pool", "out"], forms(rows, value_heads, value_dim)
+    names, chosen = [*inputs, "pool", "out"], variants(rows, value_heads, value_dim)
     described = views(chosen, key_dim, pieces, v.dtype, pool.dtype, per_channel=True)
-    works = [work_of(form, rows, value_heads, value_dim) for form in chosen]
-    programs = [programs_of(form, work) for form, work in zip(chosen, works, strict=True)]
+    works = [work_of(variant, rows, value_heads, value_dim) for variant in chosen]
+    programs = [ctas_of(variant, work) for variant, work in zip(chosen, works, strict=True)]
 
     def body(*arrays):
         *arrays, memory, barriers_of_forms = arrays
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
         program, taken = hp.axis_index("program"), hp.semaphores(1).at[0]
-        is_first = len(chosen) == 1 or takes_first(refs.query_start_loc, rows, works[0].of_row)
-        each_form = zip(chosen, works, programs, cut(memory, described), barriers_of_forms, strict=True)
-        for form, work, count, memory_of, barriers in each_form:
+        is_first = len(chosen) == 1 or selects_first(refs.query_start_loc, rows, works[0].of_row)
+        each_form = zip(chosen, works, programs, split_by_variant(memory, described), barriers_of_forms, strict=True)
+        for variant, work, count, memory_of, barriers in each_form:
             named = SimpleNamespace(**vars(refs), **barriers)
-            run = functools.partial(carry_states, form, named, memory_of, work, program, taken, layout=layout)
-            hp.when((program < count) & is_meant(form, chosen, is_first))(run)
+            run = functools.partial(chunk_states, variant, named, memory_of, work, program, taken, layout=layout)
+            hp.when((program < count) & is_selected(variant, chosen, is_first))(run)
 
     updated = jax.new_ref(pool)
     out = hp.kernel(
@@ -57,7 +57,7 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
         thread_name=hp.WARPGROUP,
         scratch_types=[
             hp.RefUnion(*itertools.chain(*described)),
-            [form.barriers(key_dim, pieces, per_channel=True) for form in chosen],
+            [variant.barriers(key_dim, pieces, per_channel=True) for variant in chosen],
         ],
         kernel_name="gated_delta_rule_prefill_states",
     )(*inputs.values(), updated)

@@ -1,10 +1,10 @@
-"""product_chain of one token in one launch, on Hopper GPUs, with a program for each core.
+"""product_chain of one token in one launch, on Hopper GPUs, with a CTA for each SM.
 
-One of a program's two warpgroups fetches blocks of weights, those of the products to come too, while the other one waits for
-what other programs compute. That one multiplies by its blocks: each of its warps has a row of a block and sums it without
-the others. Where a token's experts are to be chosen, the one that fetches chooses them, each program for itself. If a chain
-begins with a gated norm, each program computes it for itself while its first weights are on their way. At the end the warps
-that have results may convolve them: see `_convolution`. All programs must run at the same time, because they wait for each
+One of a CTA's two warpgroups fetches blocks of weights, those of the products to come too, while the other one waits for
+what other CTAs compute. That one multiplies by its blocks: each of its warps has a row of a block and sums it without
+the others. Where a token's experts are to be chosen, the one that fetches chooses them, each CTA for itself. If a chain
+begins with a gated norm, each CTA computes it for itself while its first weights are on their way. At the end the warps
+that have results may convolve them: see `_convolution`. All CTAs must run at the same time, because they wait for each
 other.
 """
 
@@ -50,7 +50,7 @@ def product_chain(
 ) -> tuple[Any, jax.Array | None, None]:
     """See api.py. There is one token, and one device. A convolution is none of `steps`."""
     weights, norms, gated = weights_of(steps), norms_of(steps), gated_norm_of(steps)
-    dtype, programs = weights[0].dtype, device.cores()
+    dtype, programs = weights[0].dtype, device.sm_count()
     plan = schedule(steps, parts, dtype.itemsize)
     cut = lambda weight: weight.reshape(*weight.shape[:-1], -1, WIDTH)  # copies have at most 256 elements along an axis
     given = dict(x=x.reshape(-1, x.shape[-1]), weights=[cut(weight) for weight in weights])
@@ -59,7 +59,7 @@ def product_chain(
     # Booleans in memory are read differently by different versions of the lowering. A step converts the array once.
     valid = (phase.mixture.valid if phase.kind == "down" else None for phase in plan.phases)
     given |= dict(valid=[None if each is None else each.astype(jnp.int32) for each in valid])
-    # What programs send each other begins as +0: see hopper/messages.py. An array must not be empty.
+    # What CTAs send each other begins as +0: see hopper/messages.py. An array must not be empty.
     given |= dict(sent=jax.new_ref(jnp.zeros((max(plan.starts[-1], 1),), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((len(plan.phases),), jnp.int32)))
     convolved = convolutions.arrays_of(convolution)
@@ -104,7 +104,7 @@ def product_chain(
 
 
 def _memory_of_choice(plan: Schedule) -> tuple[Any, ...]:
-    """Describes the shared memory of `_CHOICE`. One barrier follows another choice, so it serves all."""
+    """Describes the SMEM of `_CHOICE`. One barrier follows another choice, so it serves all."""
     logits = max(phase.outputs for phase in plan.phases if phase.kind == "router")
     return (
         hp.SMEM((logits,), jnp.float32),
@@ -139,7 +139,7 @@ def _run(
     dtype: Any,
     programs: int,
 ) -> None:
-    """Runs one program."""
+    """Runs one CTA."""
     program = hp.axis_index("program")
     phases, slots = plan.phases, jnp.int32(plan.slots)
     enough = 3 * messages.WARPS * programs // 4  # warps that have told
@@ -153,7 +153,7 @@ def _run(
         return refs.blocks.at[slot, hp.ds(0, phase.rows * phase.pieces * WIDTH)].reshape(shape)
 
     def source_of(number: int, place: Any, term: Any, is_shared: bool) -> Any:
-        """Where the weights of a term of a phase's block are, given the block's place among the program's own."""
+        """Where the weights of a term of a phase's block are, given the block's place among the CTA's own."""
         phase, (share, first, step, _), weights = phases[number], work[number], refs.weights[number]
         expert, row, piece = phase.place(share, first + place * step, term)
         if expert is not None:
@@ -204,7 +204,7 @@ def _run(
         return messages.receive([sent(number - 1, n, first, count) for n in range(phases[number - 1].shares)])
 
     def normed_heads(step: GatedNorm, first: Any, count: int) -> jax.Array:
-        """Normalises and gates the inputs of the chain that this program's share of the first product takes."""
+        """Normalises and gates the inputs of the chain that this CTA's share of the first product takes."""
         gate, weight = refs.gated
         (value,) = shares_before(0, first, count)
         gate, dim = hp.load_spread(gate.at[hp.ds(first, count)]), weight.shape[0]
@@ -245,7 +245,7 @@ def _run(
         return [hp.load_for_each_warp(place if cut is None else place.at[cut]) for place in places]
 
     def inputs_of(number: int, total: jax.Array | None) -> tuple[list[jax.Array], jax.Array | None]:
-        """Returns the inputs of this program's share of a phase, which every warp gets, and the residual stream."""
+        """Returns the inputs of this CTA's share of a phase, which every warp gets, and the residual stream."""
         phase = phases[number]
         if phase.kind == "down":
             return for_each_warp(weighted(number)), total
@@ -255,13 +255,13 @@ def _run(
         elif phase.norm is None:
             (value,) = shares_before(number, work[number].share * count, count)
         else:
-            # A norm needs all channels, whatever share of them the program multiplies.
+            # A norm needs all channels, whatever share of them the CTA multiplies.
             value, total = normed(number, phase.norm, total)
             cut = None if phase.shares == 1 else hp.ds(work[number].share * count, count)
         return for_each_warp([value.astype(dtype)], cut), total
 
     def weighted(number: int) -> list[jax.Array]:
-        """Returns what the experts of this program's share have computed between their products, times their weights."""
+        """Returns what the experts of this CTA's share have computed between their products, times their weights."""
         phase = phases[number]
         first = work[number].share * phase.terms
         messages.wait(refs.counters.at[hp.ds(number - 1, 1)], enough)

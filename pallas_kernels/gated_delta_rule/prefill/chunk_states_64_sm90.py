@@ -1,9 +1,9 @@
-"""The third prefill kernel on Hopper GPUs. A program has 64 value dims of one head of one row.
+"""The recurrence from chunk to chunk on Hopper GPUs: a CTA has 64 value dims of one head of one row.
 
-It computes what states.py computes. Its three warpgroups work on different chunks at the same time: one fetches what the
-chunks to come need, one carries the state from chunk to chunk, and one makes the outputs. The state is transposed, [values,
-keys], and everything that it is multiplied with on the way from chunk to chunk is too. The left operands of these products
-are then in registers already, and none waits for shared memory.
+It computes what states.py computes. Its three warpgroups work on different chunks at the same time: one copies the operands
+of later chunks from GMEM, one computes the state after each chunk, and one computes the outputs. The state is transposed,
+[values, keys], and so is everything that it is multiplied with from chunk to chunk. The left operands of these products are
+then in registers already, and none waits for SMEM.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, load_values
+from pallas_kernels.gated_delta_rule.prefill.head_sm90 import Head, load_values
 from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 
-WARPGROUPS = 3  # of a program
-_QUERY_STAGES = 2  # chunks whose queries are in shared memory
+WARPGROUPS = 3  # of a CTA
+_QUERY_STAGES = 2  # chunks whose queries are in SMEM
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, chunk_size: int) -> str | None:
@@ -33,7 +33,7 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, chunk_size: int) -> st
     return None
 
 
-def carry_states(
+def chunk_states(
     refs,
     memory,
     place,
@@ -44,16 +44,16 @@ def carry_states(
 ):
     """Runs one row, head and tile of value dims, by three warpgroups.
 
-    "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
+    "full" barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
 
     Args:
         refs: The inputs, the pool, the outputs and `barriers`, by name.
-        memory: The views of shared memory, see `memory`.
-        place: The row, the head, and the number of the tile.
+        memory: The views of SMEM, see `memory`.
+        place: The indices of the row, the head, and the tile of value dims.
         layout: The layout of the states in the pool.
-        wait_for_products: wait_for_products(chunk, key_head) waits until what products_mosaic.py makes of them is there.
-            None if all is there.
-        begin: Each warpgroup calls it before it uses shared memory.
+        wait_for_products: wait_for_products(chunk, key_head) waits until chunk_intra_sm90.py has stored their products.
+            None if all products are there before the launch.
+        begin: Each warpgroup calls it before it uses SMEM.
     """
     row, head_index, part = place
     of_row = PrefillRow.of(refs, row)
@@ -64,7 +64,7 @@ def carry_states(
     values = hp.ds(part * TILE, TILE)
 
     def fetch():
-        """Fetches what the chunks to come need: keys, values and squares for the state, then queries for the outputs."""
+        """Copies each chunk's keys, values and 64 x 64 matrices for the state, then its queries for the outputs."""
         hp.set_max_registers(40, action="decrease")
         begin()
 
@@ -100,7 +100,7 @@ def carry_states(
                 hp.barrier_wait(free.at[jax.lax.rem(chunk, jnp.int32(length))])
 
     def carry_state():
-        """Runs the chunks' way from state to state, and hands the state before each and its corrections to the outputs."""
+        """Computes the state after each chunk, and stores the one before it and its pseudo-values for the outputs."""
         hp.set_max_registers(232, action="increase")
 
         def advance(chunk, state):
@@ -143,7 +143,7 @@ def carry_states(
             hp.barrier_wait(refs.added_free)
 
     def write_outputs():
-        """Makes the outputs of each chunk from the state before it and from its corrections."""
+        """Computes the outputs of each chunk from the state before it and from its pseudo-values."""
         begin()
         hp.set_max_registers(232, action="increase")
 
@@ -174,7 +174,7 @@ def carry_states(
 
 
 def memory(key_dim: int, pieces: int, dtype: Any, _pool: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
-    """Describes a program's shared memory, as views of the same place. The pool's states are never in it."""
+    """Describes a CTA's SMEM, as views of the same bytes. The pool's states are never in it."""
     tiles, stages = key_dim // TILE, _stages(per_channel)
     tokens, squares = dict(out=SHAPE, v=(stages, *SHAPE)), dict(solve=(stages, pieces), attention=(_QUERY_STAGES,))
     if per_channel:
@@ -196,7 +196,7 @@ def memory(key_dim: int, pieces: int, dtype: Any, _pool: Any, *, per_channel: bo
 
 
 def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
-    """Describes a program's barriers."""
+    """Describes a CTA's barriers."""
     tiles, stages = key_dim // TILE, _stages(per_channel)
     return dict(
         full=hp.Barrier(num_arrivals=(1 + per_channel) * tiles + 1 + pieces + 1, num_barriers=stages),
@@ -212,5 +212,5 @@ def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
 
 
 def _stages(per_channel: bool) -> int:
-    """Returns for how many chunks keys and values are in shared memory: as many as fit."""
+    """Returns the number of chunks whose keys and values are in SMEM: as many as fit."""
     return 2 if per_channel else 3

@@ -1,8 +1,8 @@
-"""paged_attention for prompts on Hopper GPUs. A program attends 128 queries, the tokens of one or two heads, to their keys.
+"""paged_attention for prompts on Hopper GPUs. A CTA attends 128 queries, the tokens of one or two heads, to their keys.
 
-One warpgroup fetches pages of keys and values. The other two have 64 queries each, and take turns: while one multiplies on
-the tensor cores, the other one computes its softmax. The keys of a row are cut into splits and shares, as by the Triton
-kernels, and the same second launch merges the shares.
+One warpgroup copies pages of keys and values to SMEM. The other two have 64 queries each, and alternate: while one
+multiplies on the tensor cores, the other one computes its softmax. The keys of a row are cut into splits and shares, as by
+the Triton kernels, and the same second launch merges the shares.
 """
 
 import functools
@@ -21,8 +21,8 @@ from pallas_kernels.paged_attention.config import default_programs
 from pallas_kernels.rows import token_rows
 
 _QUERIES = 64  # of a warpgroup
-_PART = 64  # dims of a head that lie together in shared memory
-_STAGES = 2  # blocks of keys, and of values, in shared memory
+_DIMS = 64  # of a head in a tile of SMEM
+_STAGES = 2  # blocks of keys, and of values, in SMEM
 
 
 def unsupported(
@@ -38,9 +38,9 @@ def unsupported(
     if given[0] not in (jnp.bfloat16, jnp.float16) or any(dtype != given[0] for dtype in given):
         names = ", ".join(str(dtype) for dtype in given)
         return f"q, keys, values and gates must all be bfloat16 or all float16, got {names}"
-    if gates is not None and (gates.shape[2] - key_dim) % _PART:
-        return f"gates must have {key_dim} dims and a multiple of {_PART} before them, got {gates.shape[2]}"
-    if key_dim % _PART or key_dim > 4 * _PART or values.shape[4] != key_dim:
+    if gates is not None and (gates.shape[2] - key_dim) % _DIMS:
+        return f"gates must have {key_dim} dims and a multiple of {_DIMS} before them, got {gates.shape[2]}"
+    if key_dim % _DIMS or key_dim > 4 * _DIMS or values.shape[4] != key_dim:
         return f"keys and values must have 64, 128, 192 or 256 dims, got {key_dim} and {values.shape[4]}"
     if page_size % 16 or (page_size % _block(key_dim) and _block(key_dim) % page_size):
         return f"page_size must be a multiple of 16 and a multiple or divisor of {_block(key_dim)}, got {page_size}"
@@ -55,13 +55,13 @@ def _block(dim: int) -> int:
 def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
     """Attends one tile of tokens of one or two heads to some shares of their keys.
 
-    "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
+    "full" barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
 
     Args:
         names: The names of `arrays`.
-        arrays: The arrays with which `paged_attention` launches the kernel: inputs, outputs, shared memory and barriers.
+        arrays: The arrays with which `paged_attention` launches the kernel: inputs, outputs, SMEM and barriers.
         heads_of_tile: The number of heads, which share one head of keys.
-        programs: The number of programs that divide the shares of a tile among them.
+        programs: The number of CTAs that divide the shares of a tile among them.
         scale: The factor of the scores.
     """
     refs = SimpleNamespace(**(dict(gates=None) | dict(zip(names, arrays, strict=True))))
@@ -70,7 +70,7 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
     # The last tiles of a prompt see the most keys. They go first.
     number = refs.length.shape[0] - 1 - hp.axis_index("tile")
     page_size, kv_heads, dim = refs.keys.shape[2:]
-    block, parts = _block(dim), range(dim // _PART)
+    block, parts = _block(dim), range(dim // _DIMS)
     first_head = hp.axis_index("heads") * heads_of_tile
     kv_head = jax.lax.div(first_head, jnp.int32(refs.q.shape[1] // kv_heads))
     start, length, first, row_end = refs.start[number], refs.length[number], refs.position[number], refs.row_end[number]
@@ -78,10 +78,10 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
     seen = first + length  # the keys that the tile's last token sees
     used = PROMPT_SHARES.used(seen)
     turns = jnp.where(length > 0, jax.lax.div(jnp.maximum(used - program, 0) + (programs - 1), jnp.int32(programs)), 0)
-    dims = lambda n: hp.ds(n * _PART, _PART)
+    dims = lambda n: hp.ds(n * _DIMS, _DIMS)
 
     def share_of(turn):
-        """The share of a turn. Share 0 comes last, because results take the queries' place in shared memory."""
+        """The share of a turn. Share 0 comes last, because results are stored over the queries in SMEM."""
         return program + (turns - 1 - turn) * programs
 
     def stage(step):
@@ -120,7 +120,7 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
 
             @hp.when(is_end)
             def _():
-                # A weight of 0 does not hide a value that is NaN.
+                # A probability of 0 does not hide a value that is NaN.
                 copy(refs.values, places, target, refs.values_arrived)
                 hp.barrier_wait(refs.values_arrived)
                 for part in parts:
@@ -178,15 +178,17 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
             factor = scale * math.log2(math.e)
             new_top = jnp.maximum(top, scores.max(axis=1) * factor)
             decay = jnp.exp2(top - new_top)
-            weights = jnp.exp2(scores * factor - hp.along_rows(new_top, block))
+            probabilities = jnp.exp2(scores * factor - hp.along_rows(new_top, block))
             sums = hp.scale_rows(sums, decay)  # which seldom changes them: the further back, the rarer is a new top
-            narrow = weights.astype(refs.q.dtype)
-            sums, narrow, new_top, weights, decay = hp.optimization_barrier((sums, narrow, new_top, weights, decay))
+            narrow = probabilities.astype(refs.q.dtype)
+            sums, narrow, new_top, probabilities, decay = hp.optimization_barrier(
+                (sums, narrow, new_top, probabilities, decay)
+            )
             hp.barrier_arrive(refs.turn)
             hp.barrier_wait(refs.values_full.at[at])
             hp.barrier_wait(refs.turn)
             # The tensor cores work on the other warpgroup's products meanwhile.
-            total = total * decay + weights.sum(axis=1)
+            total = total * decay + probabilities.sum(axis=1)
             sums = hp.accumulate(sums, narrow, refs.value_tiles.at[at])
             hp.barrier_arrive(refs.values_free.at[at])
             return step + 1, new_top, total, sums
@@ -222,11 +224,11 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
                 if refs.gates is not None:
                     from_dim = refs.gates.shape[2] - dim
                     for n in parts:
-                        source = refs.gates.at[hp.ds(token, _QUERIES), head, hp.ds(from_dim + n * _PART, _PART)]
+                        source = refs.gates.at[hp.ds(token, _QUERIES), head, hp.ds(from_dim + n * _DIMS, _DIMS)]
                         hp.copy_gmem_to_smem(source, query_rows.at[warpgroup, n], refs.gates_full.at[warpgroup])
                     hp.barrier_wait(refs.gates_full.at[warpgroup])
                 for n in parts:
-                    result = out[:, n * _PART : (n + 1) * _PART]
+                    result = out[:, n * _DIMS : (n + 1) * _DIMS]
                     if refs.gates is not None:
                         gates = hp.load_tile(query_tiles.at[warpgroup, n]).astype(jnp.float32)
                         result = result / (1.0 + jnp.exp(-gates))
@@ -285,7 +287,7 @@ def paged_attention(
         totals=array(PROMPT_SHARES.shares, heads, places),
     )
     copies = _block(dim) // min(keys.shape[2], _block(dim))
-    tile = (dim // _PART, _QUERIES, _PART)
+    tile = (dim // _DIMS, _QUERIES, _DIMS)
     of_stage = _STAGES, _block(dim), dim
     scratch = dict(
         queries=hp.token_tiles((2, *tile), q.dtype),

@@ -1,9 +1,9 @@
-"""Deferred states of Mamba-2 on Hopper GPUs. A program has 64 channels of one head of one row, and reads them once.
+"""Deferred states of Mamba-2 on Hopper GPUs. A CTA has 64 channels of one head of one row, and loads them once.
 
-The state is in registers, in pieces of bfloat16, and is the left operand of the product with the C of the row's tokens. A
-fold has the same layout there, so no value changes its place between memory and the product. What B, C and step sizes alone
-determine comes from a launch before this one (weights.py), which has stored all entries in the ring. Many programs share a
-multiprocessor and hide each other's waiting.
+The state is in registers, in bfloat16 terms, and is the left operand of the product with the C of the row's tokens. A fold
+has the same layout, so no number moves to another thread between GMEM and the product. A launch before this one computes the
+coefficients that need only B, C and step sizes, and stores all entries in the ring (weights.py). Several CTAs share an SM
+and hide each other's latency.
 """
 
 import functools
@@ -16,7 +16,7 @@ from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.selective_state_update.deferred.weights import Factors, sizes, weights
 
-_CHANNELS = 64  # of a program: the rows of a product on tensor cores
+_CHANNELS = 64  # of a CTA: the rows of a product on tensor cores
 _LENGTHS = (16, 32)  # of groups: the widths of tiles of entries
 
 
@@ -61,11 +61,11 @@ def _kernel(
 ):
     """Handles one row, one head, and 64 of its channels.
 
-    The arguments up to `out` are the arrays of `selective_state_deferred` and of `weights`. Those named "tile" are shared
-    memory: the state [channels, states], the C of tokens [tokens, states], the inputs of both groups [groups, places,
-    channels], the B of the fold [places, states], the weights [tokens, places], the factors, and the outputs [tokens,
-    channels]. The barriers tell when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values
-    are multiplied in `count` pieces of bfloat16.
+    The arguments up to `out` are the arrays of `selective_state_deferred` and of `weights`. Those named "tile" are
+    SMEM: the state [channels, states], the C of tokens [tokens, states], the inputs of both groups [groups, places,
+    channels], the B of the fold [places, states], the coefficients [tokens, places], the factors, and the outputs
+    [tokens, channels]. The barriers complete when copies have arrived. A row has at most `max_query_tokens` tokens, and
+    float32 values are multiplied in `count` bfloat16 terms.
     """
     row, head, part = (hp.axis_index(axis) for axis in ("row", "head", "part"))
     rows, (_, state_dim), length = slots.shape[0], pool.shape[3:], ring_x.shape[3] // 2
@@ -87,7 +87,7 @@ def _kernel(
         return jax.lax.rem(position, jnp.int32(2 * length))
 
     def fetch():
-        """Starts the copies of what the program reads."""
+        """Starts the copies to SMEM."""
 
         @hp.when(read != NULL_BLOCK)
         def _():
@@ -110,7 +110,7 @@ def _kernel(
         return hp.load_tile(state_tile.at[:, columns])
 
     def operands(state):
-        """Returns a state's pieces, the smallest first, so that larger products do not round them away."""
+        """Returns a state's bfloat16 terms, lo first, so that larger products do not round them away."""
         if state.dtype == jnp.bfloat16:
             return [state]
         return pieces(state.astype(jnp.float32), count)[::-1]
@@ -152,7 +152,7 @@ def _kernel(
                 hp.copy_smem_to_gmem(out_tile.at[token], out.at[start + token, head, dims])
 
     def fold(x):
-        """Replaces the state in shared memory by the one at the end of the first group, which has the inputs x."""
+        """Replaces the state in SMEM by the one at the end of the first group, which has the inputs x."""
         of_inputs = factor_tile.at[hp.ds(at.fold, places)]
         weighted = x * hp.along_columns(hp.load_per_column(of_inputs), _CHANNELS)
         left, decay = pieces(weighted, count)[::-1], factor_tile[at.decay]
@@ -200,7 +200,7 @@ def _kernel(
         hp.commit_smem()
 
         def clear(n, _):
-            """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
+            """Stores zeros in the n-th padding token that this row clears."""
             hp.copy_smem_to_gmem(out_tile.at[0], out.at[total + row + n * rows, head, dims])
 
         jax.lax.fori_loop(0, shares, clear, None)

@@ -1,8 +1,8 @@
-"""Deferred states on Hopper GPUs. A program has 64 value dims of one head of one row, and all keys of them.
+"""Deferred states on Hopper GPUs. A CTA has 64 value dims of one head of one row, and all keys of them.
 
-The state is in registers, in pieces of bfloat16, and is the left operand of the product with the row's vectors. A fold has
-the same layout there, so no value changes its place between memory and the product. While the state is on its way, single
-threads compute what no value is needed for (weights.py). Many programs share a multiprocessor and hide each other's waiting.
+The state is in registers, in bfloat16 terms, and is the left operand of the product with the row's vectors. A fold has the
+same layout, so no number moves to another thread between GMEM and the product. While the state is copied, single threads
+compute the coefficients that need no values (gram_sm90.py). Several CTAs share an SM and hide each other's latency.
 """
 
 import functools
@@ -16,9 +16,9 @@ from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
-from pallas_kernels.gated_delta_rule.deferred.weights import Group, Inputs, Results, store_weights
+from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results, store_gram
 
-_VALUES = 64  # value dims of a program: the rows of a product on tensor cores
+_VALUES = 64  # value dims of a CTA: the rows of a product on tensor cores
 _LENGTHS = (16, 32)  # of groups: the widths of tiles of corrections
 _TOGETHER = 8  # corrections that are copied together, if any of them is needed
 
@@ -70,11 +70,11 @@ def _kernel(
 ):
     """Handles one row, one value head, and 64 of its value dims.
 
-    The arguments up to `out` are the arrays of `gated_delta_rule_deferred`. Those named "tile" are shared memory: the state
+    The arguments up to `out` are the arrays of `gated_delta_rule_deferred`. Those named "tile" are SMEM: the state
     [values, keys], the vectors [vectors, keys], the corrections of both groups [groups, places, values], the keys of the
-    fold [places, keys], the tokens' values [tokens, values], the weights [groups, vectors, places], and the factors.
-    Barriers tell when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values are multiplied
-    in `count` pieces of bfloat16.
+    fold [places, keys], the tokens' values [tokens, values], the coefficients [groups, vectors, places], and the
+    factors. Barriers complete when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values are
+    multiplied in `count` bfloat16 terms.
     """
     row, head, part = (hp.axis_index(axis) for axis in ("row", "head", "part"))
     rows, (value_dim, key_dim), length = slots.shape[0], pool.shape[3:], ring_u.shape[3] // 2
@@ -102,7 +102,7 @@ def _kernel(
         return jax.lax.rem(position, jnp.int32(2 * length))
 
     def fetch():
-        """Starts the copies of what the program reads."""
+        """Starts the copies to SMEM."""
 
         @hp.when(read != NULL_BLOCK)
         def _():
@@ -135,7 +135,7 @@ def _kernel(
         hp.when(jnp.logical_not(is_needed))(lambda: hp.barrier_arrive(loaded))
 
     def compute_weights(n, first, low):
-        """Computes what the values are multiplied by in a group."""
+        """Computes the coefficients of a group."""
         here = hp.ds(head, 1)
         queries, keys = (qkv.at[:, hp.ds(channel + key_head * key_dim, key_dim)] for channel in (0, key_channels))
         inputs = Inputs(
@@ -146,10 +146,10 @@ def _kernel(
         is_first = part == 0
         keeps_keys = is_first & (jax.lax.rem(head, jnp.int32(value_heads // key_heads)) == 0)
         results = Results(x_tile, weight_tile, factor_tile, fold_tile, 2 * hp.SWIZZLE // pool.dtype.itemsize)
-        store_weights(n, inputs, group, gate, results, folds, keeps_keys, is_first)
+        store_gram(n, inputs, group, gate, results, folds, keeps_keys, is_first)
 
     def operands(state):
-        """Returns a state's pieces, the smallest first, so that larger products do not round them away."""
+        """Returns a state's bfloat16 terms, lo first, so that larger products do not round them away."""
         if state.dtype == jnp.bfloat16:
             return [state]
         return pieces(state.astype(jnp.float32), count)[::-1]
@@ -201,7 +201,7 @@ def _kernel(
         return u
 
     def fold(u):
-        """Replaces the state in shared memory by the one at the end of the first group."""
+        """Replaces the state in SMEM by the one at the end of the first group."""
         weight = factor_tile.at[hp.ds(at.fold, places)]
         weighted = u * hp.along_columns(hp.load_per_column(weight), _VALUES)
         left, decay = pieces(weighted, count)[::-1], factor_tile[at.decay]
@@ -250,7 +250,7 @@ def _kernel(
         hp.commit_smem()
 
         def clear(n, _):
-            """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
+            """Stores zeros in the n-th padding token that this row clears."""
             hp.copy_smem_to_gmem(v_tile.at[0], out.at[total + row + n * rows, head, dims])
 
         jax.lax.fori_loop(0, shares, clear, None)
@@ -302,7 +302,7 @@ def gated_delta_rule_deferred(
             hp.SMEM((Factors.of(vectors, places).size,), jnp.float32),
             # Values, and the corrections of two groups.
             hp.Barrier(num_arrivals=1 + 2 * places // _TOGETHER),
-            # Each step of a product waits for its own part of the state.
+            # Each step of a product waits for its own tile of the state.
             hp.Barrier(num_barriers=key_dim // tile),
         ],
         kernel_name="gated_delta_rule_deferred",

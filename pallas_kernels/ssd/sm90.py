@@ -1,8 +1,7 @@
-"""ssd on Hopper GPUs. A program has one head of one row, or 64 of its channels, and runs the row's chunks in order.
+"""ssd on Hopper GPUs. A CTA has 64 channels of one head of one row, and runs the row's chunks in order.
 
-Its three warpgroups work on different chunks at the same time: one fetches the tokens of the chunks to come, one carries the
-state from chunk to chunk, and one makes the outputs. What the step sizes alone decide comes from a launch before this one
-(decays.py).
+Its three warpgroups work on different chunks at the same time: one copies the tokens of later chunks to SMEM, one computes
+the state after each chunk, and one computes the outputs. A launch before this one computes the decays (decays.py).
 """
 
 import functools
@@ -19,9 +18,9 @@ from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
 from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 from pallas_kernels.ssd.decays import Factors, decays
 
-_STAGES = 2  # chunks whose tokens are in shared memory
-_STATES = 2  # states in shared memory
-_PIECES = 2  # bfloat16 numbers that stand for a float32 one in products that states depend on
+_STAGES = 2  # chunks whose tokens are in SMEM
+_STATES = 2  # states in SMEM
+_PIECES = 2  # bfloat16 terms, hi and lo, of a float32 number in products that states depend on
 _AT = Factors()
 
 
@@ -44,8 +43,8 @@ def unsupported(
 def _kernel(names, *arrays):
     """Runs one row, head and tile of channels.
 
-    `arrays` are, by their `names`, what `ssd` launches: the inputs, the pool, the outputs, shared memory and barriers.
-    "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
+    `arrays` are, by their `names`, what `ssd` launches: the inputs, the pool, the outputs, SMEM and barriers. "full"
+    barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
     """
     refs = SimpleNamespace(**(dict(z=None, skip=None) | dict(zip(names, arrays, strict=True))))
     head, row, part = (hp.axis_index(axis) for axis in ("head", "row", "part"))
@@ -62,7 +61,7 @@ def _kernel(names, *arrays):
         return jax.lax.rem(chunk, jnp.int32(_STAGES))
 
     def fetch():
-        """Fetches the tokens of the chunks to come, and their factors."""
+        """Copies the tokens of later chunks, and their factors, to SMEM."""
         hp.set_max_registers(40, action="decrease")
 
         def one(chunk, _):
@@ -93,7 +92,7 @@ def _kernel(names, *arrays):
             hp.barrier_wait(refs.free.at[stage(chunk)])
 
     def carry_state():
-        """Runs the chunks' way from state to state, and hands the state before each chunk to the outputs."""
+        """Computes the state after each chunk, and stores the one before it for the outputs."""
         hp.set_max_registers(232, action="increase")
 
         def place(block, n):
@@ -153,7 +152,7 @@ def _kernel(names, *arrays):
     outputs_from = lambda token: refs.out.at[hp.ds(token, TILE), head, dims]
 
     def write_outputs():
-        """Makes the outputs of each chunk from the state before it and from its own tokens."""
+        """Computes the outputs of each chunk from the state before it and from its own tokens."""
         hp.set_max_registers(232, action="increase")
 
         def one(chunk, _):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from kernels import threads_in_numpy
 
-from pallas_kernels.gated_delta_rule.prefill import sums_mosaic, weights_mosaic
+from pallas_kernels.gated_delta_rule.prefill import cumsum_sm90, gram_sm90
 
 
 class Slice:
@@ -115,8 +115,8 @@ def _keep_rows(tile, count):
     tile.array[int(count) :] = 0
 
 
-def _invert(system, beta, solution):
-    """Does what inverse_mosaic.py does, in float64."""
+def _solve_tril(system, beta, solution):
+    """Does what solve_tril_sm90.py does, in float64."""
     for half in range(system.shape[0]):
         inverse = np.linalg.inv(np.eye(system.shape[1]) - np.tril(system.array[half].astype(np.float64), -1))
         rest = (inverse * beta.array[half]).astype(np.float32)
@@ -128,7 +128,7 @@ def _invert(system, beta, solution):
 
 
 def _threads_run(function):
-    """Returns a function of sums_mosaic.py, which runs for all threads, for the refs and numbers of this file."""
+    """Returns a function of cumsum_sm90.py, which runs for all threads, for the refs and numbers of this file."""
 
     def run(*arguments):
         of = lambda x: threads_in_numpy.Ref(x.array) if isinstance(x, Ref) else x
@@ -138,17 +138,17 @@ def _threads_run(function):
 
 
 def _find_norms(products, norms, factor):
-    """Runs `weights_mosaic.find_norms` for all threads."""
+    """Runs `gram_sm90.find_norms` for all threads."""
     held = None if products is None else threads_in_numpy.held_tile(products)
-    weights_mosaic.find_norms(held, threads_in_numpy.Ref(norms.array), factor)
+    gram_sm90.find_norms(held, threads_in_numpy.Ref(norms.array), factor)
 
 
-def _weigh(keys, queries, per_row, per_column, norms, system, attention):
-    """Runs `weights_mosaic.weigh` for all threads."""
+def _decayed_gram(keys, queries, per_row, per_column, norms, system, attention):
+    """Runs `gram_sm90.decayed_gram` for all threads."""
     products = map(threads_in_numpy.held_tile, (keys, queries))
     vectors = (threads_in_numpy.Ref(x.array) for x in (per_row, per_column, norms))
     tiles = [threads_in_numpy.Ref(threads_in_numpy.tiled(x.array)) for x in (system, attention)]
-    weights_mosaic.weigh(*products, *vectors, *tiles)
+    gram_sm90.decayed_gram(*products, *vectors, *tiles)
     for target, tile in zip((system, attention), tiles, strict=True):
         target.array[...] = threads_in_numpy.untiled(tile.array)
 
@@ -193,12 +193,12 @@ def patch(monkeypatch, module):
     )
     monkeypatch.setattr(module, "hp", SimpleNamespace(**fake))
     monkeypatch.setattr(module, "jax", loops_of_python())
-    monkeypatch.setattr(module, "invert", _invert)
+    monkeypatch.setattr(module, "solve_tril", _solve_tril)
     monkeypatch.setattr(module, "keep_rows", _keep_rows)
     threads = threads_in_numpy.Threads()
-    threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), [sums_mosaic, weights_mosaic])
+    threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), [cumsum_sm90, gram_sm90])
     for name in ("load_gates", "sum_log_decays", "scale_tokens"):
-        monkeypatch.setattr(module, name, _threads_run(getattr(sums_mosaic, name)), raising=False)
-    for name, function in (("find_norms", _find_norms), ("weigh", _weigh)):
+        monkeypatch.setattr(module, name, _threads_run(getattr(cumsum_sm90, name)), raising=False)
+    for name, function in (("find_norms", _find_norms), ("decayed_gram", _decayed_gram)):
         monkeypatch.setattr(module, name, function, raising=False)
     return program

@@ -1,4 +1,4 @@
-"""The delta rule's prefill carries states in one of two forms on Hopper GPUs, which have the same bits."""
+"""The delta rule's prefill carries states in one of two variants on Hopper GPUs, which have the same bits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,46 +6,46 @@ import pytest
 from kernels.delta_rule_claims import Dims
 from kernels.delta_rule_prefill_claims import make_prefill, prefill
 
-from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
-from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import CORES, forms, takes_first
-from pallas_kernels.gated_delta_rule.prefill.per_head_mosaic import plan
+from pallas_kernels.gated_delta_rule.prefill import chunk_states_64_sm90, chunk_states_128_sm90
+from pallas_kernels.gated_delta_rule.prefill.per_head_sm90 import plan
+from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import SMS, selects_first, variants
 
 HEADS, DIM = 32, 128
-PROGRAMS = HEADS * DIM // 64  # that carry a row's states in the first form
-# Lengths of several rows, and whether they are carried in the first form. The first row is compared with itself alone.
+PROGRAMS = HEADS * DIM // 64  # that carry a row's states in the first variant
+# Lengths of several rows, and whether they are carried in the first variant. The first row is compared with itself alone.
 LENGTHS = [
     ([200, 0, 0, 0], True),
     ([200, 3, 0, 5], True),
     ([200, 130, 0, 0], True),
     ([200, 200, 200, 0], False),
     ([70, 200, 130, 140], False),
-    ([200, 64, 0, 130, 1, 200, 65, 3, 0, 190], False),  # programs of the second form take several heads
+    ([200, 64, 0, 130, 1, 200, 65, 3, 0, 190], False),  # programs of the second variant take several heads
 ]
 
 
 @pytest.mark.parametrize(
     ("rows", "value_dim", "wanted"),
     [
-        (1, 128, [states_mosaic]),
-        (2, 128, [states_mosaic]),
-        (4, 128, [states_mosaic, heads_mosaic]),
-        (4, 64, [states_mosaic]),
-        (24, 128, [heads_mosaic]),
+        (1, 128, [chunk_states_64_sm90]),
+        (2, 128, [chunk_states_64_sm90]),
+        (4, 128, [chunk_states_64_sm90, chunk_states_128_sm90]),
+        (4, 64, [chunk_states_64_sm90]),
+        (24, 128, [chunk_states_128_sm90]),
     ],
 )
 def test_a_launch_has_the_forms_that_its_rows_may_need(rows, value_dim, wanted):
-    assert list(forms(rows, HEADS, value_dim)) == wanted
+    assert list(variants(rows, HEADS, value_dim)) == wanted
 
 
 @pytest.mark.parametrize(("lengths", "wanted"), LENGTHS)
 def test_the_first_form_carries_few_rows_and_long_ones(lengths, wanted):
-    assert takes_first(jnp.asarray(np.cumsum([7, *lengths]), jnp.int32), len(lengths), PROGRAMS) == wanted
+    assert selects_first(jnp.asarray(np.cumsum([7, *lengths]), jnp.int32), len(lengths), PROGRAMS) == wanted
 
 
 @pytest.mark.parametrize(("rows", "is_packed"), [(4, False), (5, True), (64, True)])
 def test_many_heads_are_carried_while_few_programs_make_the_last_products(rows, is_packed):
-    found = plan(heads_mosaic, rows, HEADS, DIM)
-    assert (found.makers, found.carriers, found.is_packed) == (CORES, min(rows * HEADS, CORES), is_packed)
+    found = plan(chunk_states_128_sm90, rows, HEADS, DIM)
+    assert (found.makers, found.carriers, found.is_packed) == (SMS, min(rows * HEADS, SMS), is_packed)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
-"""Sums of a chunk's log decays on Hopper GPUs, and the factors that they give, a token of one of two heads per thread.
+"""Running sums of a chunk's log decays on Hopper GPUs, and the factors made of them: a token of one of two heads per thread.
 
-Sums over the tokens before each token have no lowering in Mosaic GPU, so this is written in operations of MLIR.
+Mosaic GPU does not lower a sum over the tokens before each token, so single threads compute it by shuffles.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels._warpgroup import LANES
 
 SIZE = 64  # the tokens of a chunk
-_STEPS = 1, 2, 4, 8, 16  # distances of threads whose sums are added, one after the other
+_STEPS = 1, 2, 4, 8, 16  # distances of the lanes whose sums are added, one after the other
 
 
 class Factors(NamedTuple):
     """The vectors of a chunk and value head, one value per token, in the order in which `sum_log_decays` writes them.
 
     Attributes:
-        coarse: The running sums of the log decays' first parts. See `sums_on_scaled_grid` in products.py.
-        fine: The running sums of their second parts, in log2.
+        coarse: The running sums of the log decays' hi terms. See `sums_on_scaled_grid` in products.py.
+        fine: The running sums of their lo terms, in log2.
         before: The log2 of the decay from the start of the chunk to each token.
         after: The log2 of the decay from each token to the end of the chunk.
         total: The log2 of the decay over the chunk, the same for all tokens.
-        beta: The correction strengths, 0 for places without a token.
+        beta: The correction strengths, 0 for rows of the tile without a token.
     """
 
     coarse: Any = 0
@@ -41,14 +41,14 @@ def load_gates(g: Any, beta: Any, start: Any, count: Any, heads: Sequence[Any]) 
     """Loads the log decays and correction strengths of a chunk for two heads, by one warpgroup.
 
     Args:
-        g: Log decays, float32 [tokens, heads], in the GPU's memory.
-        beta: Correction strengths, float32 [tokens, heads], in the GPU's memory.
+        g: Log decays, float32 [tokens, heads], in GMEM.
+        beta: Correction strengths, float32 [tokens, heads], in GMEM.
         start: The chunk's first token.
         count: The number of its tokens.
         heads: The two heads.
 
     Returns:
-        Both, float32 [2 * 64] in the layout `spread`, 0 for places without a token.
+        Both, float32 [2 * 64] in the layout `spread`, 0 for rows of the tile without a token.
     """
 
     def body(g: Any, beta: Any, start: Any, count: Any, head: Any, other_head: Any) -> Any:
@@ -69,14 +69,14 @@ def load_gates(g: Any, beta: Any, start: Any, count: Any, heads: Sequence[Any]) 
 
 
 def sum_log_decays(log_decays: jax.Array, strengths: jax.Array, per_row: Any, per_column: Any, sums: Any) -> None:
-    """Writes the `Factors` of a chunk for two heads, by one warpgroup, whose warps no longer read the memory's old values.
+    """Stores the `Factors` of a chunk for two heads, by one warpgroup, whose warps no longer read the memory's old values.
 
     Args:
         log_decays: What `load_gates` returns.
         strengths: The same.
-        per_row: Receives the factors. float32 [2, factors, 64], in shared memory.
-        per_column: Receives the first two of them once more. float32 [2, 2, 64], in shared memory.
-        sums: Memory for sums of warps, float32 [3, 4], in shared memory.
+        per_row: Receives the factors. float32 [2, factors, 64], in SMEM.
+        per_column: Receives the first two of them once more. float32 [2, 2, 64], in SMEM.
+        sums: Receives sums of warps, float32 [3, 4], in SMEM.
     """
 
     def body(log_decays: Any, strengths: Any, per_row: Any, per_column: Any, sums: Any) -> None:
@@ -131,9 +131,9 @@ def sum_log_decays(log_decays: jax.Array, strengths: jax.Array, per_row: Any, pe
 
 
 def scale_tokens(per_row: Any, norms: Any, scales: Any) -> None:
-    """Writes by what the next kernel scales keys, queries and states, for two heads, by one warpgroup.
+    """Stores the factors by which the recurrence scales keys, queries and states, for two heads, by one warpgroup.
 
-    All arguments are in shared memory.
+    All arguments are in SMEM.
 
     Args:
         per_row: The `Factors`. float32 [2, factors, 64].

@@ -1,13 +1,13 @@
 """All of the prefill with a decay per head in one launch, on Hopper GPUs.
 
-The first programs make products, chunk by chunk, and the others carry states. A state needs the products of its own chunk
-only, so it is carried on while those of later chunks are made, by cores that few rows would leave idle. A counter per
-chunk and key head tells when its products are there. Programs that make products never wait for others, and the GPU starts
-programs in order, so all of them end, whatever else runs on it.
+The first CTAs compute the stages within chunks, and the others the recurrence from chunk to chunk. A state needs the
+products of its own chunk only, so the recurrence goes on while later chunks are computed, by SMs that few rows would leave
+idle. A semaphore per chunk and key head signals that its products are in GMEM. CTAs that compute products never wait for
+others, and the GPU starts CTAs in order, so all of them end, whatever else runs on it.
 
-Programs that carry the states of few rows have nothing to carry at first. Those of a key head in the first row then make
-the products of its first chunks, one chunk each. They wait for each other too, so the GPU must have a core for each of the
-programs of one key head, which are four in most models.
+CTAs that carry the states of few rows have no products to read at first. Those of a key head in the first row then compute
+the products of its first chunks, one chunk each. They wait for each other too, so the GPU must have an SM for each of the
+CTAs of one key head, which are four in most models.
 """
 
 import functools
@@ -21,34 +21,34 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, products_mosaic
-from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import (
-    CORES,
-    carry_states,
-    cut,
-    forms,
-    is_meant,
-    programs_of,
-    takes_first,
+from pallas_kernels.gated_delta_rule.prefill import chunk_intra_sm90, chunk_states_128_sm90
+from pallas_kernels.gated_delta_rule.prefill.chunk_states_64_sm90 import WARPGROUPS
+from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import (
+    SMS,
+    chunk_states,
+    ctas_of,
+    is_selected,
+    selects_first,
+    split_by_variant,
+    variants,
     views,
     work_of,
 )
-from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
-from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work
+from pallas_kernels.gated_delta_rule.prefill.work_queue_sm90 import Work
 
 
 class Plan(NamedTuple):
-    """How programs share the work if states are carried in one form. No result depends on it.
+    """How CTAs share the work if one variant runs the recurrence. No result depends on it.
 
-    An item is a chunk and key head. One warpgroup makes its products.
+    An item is a chunk and key head. One warpgroup computes its products.
 
     Attributes:
-        carrying: The module of the programs that carry states.
-        work: What they carry.
-        makers: The number of programs that make products, which come before.
-        helpers: How many of the carriers make products of the first chunks first, as many per key head.
-        is_packed: Whether a maker's warpgroups have items that follow each other. Then the last items are made by few
-            makers, and the places of the others are free for carriers.
+        carrying: The variant's module. Its CTAs are carriers.
+        work: Their work queue.
+        makers: The number of CTAs that compute products. They have the first indices.
+        helpers: The number of carriers that compute products of the first chunks first, as many per key head.
+        is_packed: Whether a maker's warpgroups have items that follow each other. Then few makers compute the last items,
+            and the SMs of the others are free for carriers.
     """
 
     carrying: ModuleType
@@ -59,18 +59,18 @@ class Plan(NamedTuple):
 
     @property
     def carriers(self) -> int:
-        """The number of programs that carry states."""
-        return programs_of(self.carrying, self.work)
+        """The number of CTAs that run the recurrence."""
+        return ctas_of(self.carrying, self.work)
 
 
-def plan(form: ModuleType, rows: int, value_heads: int, value_dim: int) -> Plan:
+def plan(variant: ModuleType, rows: int, value_heads: int, value_dim: int) -> Plan:
     """Returns the plan for so many rows and heads of so many value dims."""
-    work = work_of(form, rows, value_heads, value_dim)
-    if form is heads_mosaic:
-        # If no program carries more than one head, the last ones to begin decide when all are done.
-        return Plan(form, work, CORES, helpers=0, is_packed=work.total > CORES)
-    # The makers of few rows fill the GPU together with the carriers.
-    return Plan(form, work, makers=max(CORES - work.total, CORES // 2 + 2), helpers=work.of_row, is_packed=False)
+    work = work_of(variant, rows, value_heads, value_dim)
+    if variant is chunk_states_128_sm90:
+        # If no CTA has more than one entry, the CTAs that start last end last.
+        return Plan(variant, work, SMS, helpers=0, is_packed=work.total > SMS)
+    # With few rows, makers and carriers together fill the GPU.
+    return Plan(variant, work, makers=max(SMS - work.total, SMS // 2 + 2), helpers=work.of_row, is_packed=False)
 
 
 def prefill(
@@ -85,32 +85,32 @@ def prefill(
     layout: StateLayout,
     pieces: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel. See `gated_delta_rule_prefill` in launch_mosaic.py, whose other inputs are in `inputs`."""
+    """Launches the kernel. See `gated_delta_rule_prefill` in sm90.py, whose other inputs are in `inputs`."""
     k, v, rows = inputs["k"], inputs["v"], inputs["read_block"].shape[0]
     (_, key_heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape
     number = chunks.seq_idx.shape[0]
-    plans = [plan(form, rows, value_heads, value_dim) for form in forms(rows, value_heads, value_dim)]
+    plans = [plan(variant, rows, value_heads, value_dim) for variant in variants(rows, value_heads, value_dim)]
     first_plan, last_plan = plans[0], plans[-1]
     given = inputs | dict(g=g, beta=beta)
-    outputs = dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)) | products_mosaic.outputs(value_heads, number, pieces)
+    outputs = dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)) | chunk_intra_sm90.outputs(value_heads, number, pieces)
     chosen = tuple(each.carrying for each in plans)
     described = [
-        products_mosaic.memory(WARPGROUPS, k.dtype),
+        chunk_intra_sm90.memory(WARPGROUPS, k.dtype),
         *views(chosen, key_dim, pieces, v.dtype, pool.dtype, per_channel=False),
     ]
     names = [*given, "pool", *outputs]
 
     def body(*arrays):
         *arrays, memory, products_barriers, carrying_barriers, made = arrays
-        of_products, *of_forms = cut(memory, described)
+        of_products, *of_forms = split_by_variant(memory, described)
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-        counters = hp.semaphores(number * key_heads + 1)  # of items, and of what has been taken
+        counters = hp.semaphores(number * key_heads + 1)  # of items, and of the work queue
         program, warpgroup = hp.axis_index("program"), hp.axis_index(hp.WARPGROUP)
-        is_first = len(plans) == 1 or takes_first(refs.query_start_loc, rows, first_plan.work.of_row)
+        is_first = len(plans) == 1 or selects_first(refs.query_start_loc, rows, first_plan.work.of_row)
         of_plan = lambda one, other: one if len(plans) == 1 else jnp.where(is_first, one, other)
         makers = of_plan(jnp.int32(first_plan.makers), jnp.int32(last_plan.makers))
         is_maker, index, div, rem = program < makers, program - makers, jax.lax.div, jax.lax.rem
-        # A helper has one item, and of every `step` others, in order, each warpgroup of a maker has one.
+        # A helper has one item. Of each `step` other items, in order, each warpgroup of a maker has one.
         items, step = number * key_heads, WARPGROUPS * makers
         helpers = of_plan(jnp.int32(first_plan.helpers), jnp.int32(last_plan.helpers))
         packed = program * WARPGROUPS + warpgroup
@@ -137,7 +137,7 @@ def prefill(
 
         def gates_of(item, bounds):
             """Returns the gates of an item's first two value heads, or of others if there is no such item."""
-            return products_mosaic.load_pair(refs, chunk_and_head(item)[1], 0, bounds)
+            return chunk_intra_sm90.load_pair(refs, chunk_and_head(item)[1], 0, bounds)
 
         def is_live(carry):
             """Returns whether there is an item. If a chunk has no tokens, none after it has any."""
@@ -147,12 +147,12 @@ def prefill(
         def one(carry):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
             n, here, bounds, gates = carry[0], hp.optimization_barrier(carry[1]), *carry[2:]
-            place = products_mosaic.place_of(here, of_products, products_barriers)
+            place = chunk_intra_sm90.place_of(here, of_products, products_barriers)
             item = first + n * step
             chunk, key_head = chunk_and_head(item)
             following = bounds_of(item + step)
             options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
-            products_mosaic.make_products(refs, place, chunk, key_head, bounds, gates, **options)
+            chunk_intra_sm90.make_products(refs, place, chunk, key_head, bounds, gates, **options)
             gates = gates_of(item + step, following)  # they arrive while this one waits
             hp.wait_smem_to_gmem(0)
             hp.semaphore_signal(counters.at[item])
@@ -166,17 +166,17 @@ def prefill(
             named = SimpleNamespace(**vars(refs), **barriers)
 
             def begin():
-                """Waits until no warpgroup makes products, which are in the same shared memory."""
+                """Waits until no warpgroup computes products, which are in the same SMEM."""
                 if own.helpers:
                     hp.commit_smem()
                     hp.barrier_arrive(made)
                     hp.barrier_wait(made)
 
             taken, options = counters.at[items], dict(layout=layout, wait_for_products=wait, begin=begin)
-            carry_states(own.carrying, named, memory, own.work, index, taken, **options)
+            chunk_states(own.carrying, named, memory, own.work, index, taken, **options)
 
         for own, memory, barriers in zip(plans, of_forms, carrying_barriers, strict=True):
-            is_own = is_meant(own.carrying, chosen, is_first)
+            is_own = is_selected(own.carrying, chosen, is_first)
             hp.when((program >= makers) & (index < own.carriers) & is_own)(
                 functools.partial(carry, own, memory, barriers)
             )
@@ -191,8 +191,8 @@ def prefill(
         thread_name=hp.WARPGROUP,
         scratch_types=[
             hp.RefUnion(*itertools.chain(*described)),
-            products_mosaic.barriers(WARPGROUPS, key_dim),
-            [form.barriers(key_dim, pieces, per_channel=False) for form in chosen],
+            chunk_intra_sm90.barriers(WARPGROUPS, key_dim),
+            [variant.barriers(key_dim, pieces, per_channel=False) for variant in chosen],
             hp.Barrier(num_arrivals=WARPGROUPS),
         ],
         compiler_params=hp.fast_math(),
