@@ -323,7 +323,7 @@ def test_a_forbidden_import_is_seen():
 
 # Only these may name MLIR or write PTX: the language of Hopper kernels, and the gateway of Triton kernels with its own PTX.
 GATEWAYS = ("pallas_kernels/hopper/", "pallas_kernels/_pallas_triton.py", "pallas_kernels/all_reduce/_ptx.py")
-MLIR = re.compile(r"(^|\.)(mlir|mosaic|mosaic_gpu|triton)(\.|$)|^jaxlib\.mlir|^jax\._src(\.|$)")
+MLIR = re.compile(r"(^|\.)(mosaic|mosaic_gpu|triton)(\.|$)|^(jax\.extend|jaxlib)\.mlir(\.|$)|^jax\._src(\.|$)")
 PTX = re.compile(
     r"\b(ld|st|mov|setp|red|atom|shfl|bar|redux|mma|ldmatrix|stmatrix|ex2|rcp)\.[a-z0-9.:]+|%tid|inline_asm"
 )
