@@ -260,7 +260,7 @@ class Warp:
         return own
 
     def _owner(self, load: int) -> int:
-        """Returns the first lane, of those of one state row, whose own state row is that of a load."""
+        """Returns the first of the lanes of a state row whose own state row is the one of a load."""
         return sum(distance for distance, half in self._halves() if load & half)
 
     def _address(self, block: Any) -> Any:

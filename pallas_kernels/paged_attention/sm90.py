@@ -100,7 +100,7 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
         copies = range(block // copied)
 
         def place_of(position):
-            """The page and the place of a block's keys from `position` on. Only pages that the row has are looked up."""
+            """The page of a block's keys from `position` on, and their offset in it. Only the row's own pages are read."""
             page = refs.page_table[table, jax.lax.div(jnp.minimum(position, row_end - 1), jnp.int32(page_size))]
             return page, hp.multiple_of(jax.lax.rem(position, jnp.int32(page_size)), 8)
 

@@ -1,8 +1,8 @@
 """The convolution at the end of a chain, on Hopper GPUs.
 
-Whoever has a token's result convolves it: of a single token a warp, and of several tokens a thread, which has two results.
-It loads their windows while their weights are on their way, so it need not wait for them afterwards. Nobody else reads or
-writes these channels of the token's blocks in the launch.
+The warp (one token) or the thread (several tokens, two results) that has a token's result convolves it. It loads their
+windows while their weights are copied, so it need not wait for them afterwards. No other thread of the launch loads or
+stores these channels of the token's blocks.
 """
 
 from collections.abc import Sequence
@@ -131,7 +131,7 @@ def store_by_warp(
 
 
 def load_rows(step: Convolved, tokens: int) -> jax.Array:
-    """Loads where each thread's windows are: the first window row that it reads, and the first that it writes.
+    """Loads the indices of each thread's window rows: the first one that it reads, and the first one that it writes.
 
     Window rows are counted over all layers and blocks. A thread without a row, or without a block, gets `_NONE`.
     """

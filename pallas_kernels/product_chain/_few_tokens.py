@@ -175,7 +175,7 @@ def _run(
     program = hp.axis_index("program")
     owner = jnp.minimum(program, OWNERS - 1)  # Programs that own nothing load what the last owner has.
     phases, slots = plan.phases, jnp.int32(plan.slots)
-    enough = 3 * programs // 4  # CTAs that have told
+    enough = 3 * programs // 4  # CTAs that have signalled
     work = [phase.work(program, programs) for phase in phases]
     where = places(plan, tokens)
     groups = [phase.terms * (phase.pieces // phase.group) for phase in phases]  # that make a block of outputs
@@ -240,7 +240,7 @@ def _run(
         return residual_stream.receive_weighted(stream, at.squares, factors, step, phase.pieces, tokens, dtype), total
 
     def devices_of(norm: int) -> Devices:
-        """The devices, as those of a norm, or of as many norms as there are."""
+        """Returns the devices and the turn of a norm's sum. For the number of norms, the turn is the next launch's."""
         assert capacity is not None
         addresses, turn, _ = refs.over_devices
         sums = sum(step.over_devices for step in norms[:norm])

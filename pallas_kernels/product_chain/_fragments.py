@@ -25,11 +25,11 @@ PAIRS = OUTPUTS // 2  # of a token's outputs in a block
 
 
 class Thread(NamedTuple):
-    """A thread's place.
+    """The indices of a thread.
 
     Attributes:
-        lane: Its place in its warp.
-        warp: The warp's place in the CTA.
+        lane: Its index in its warp.
+        warp: The warp's index in the CTA.
         row: A quarter of the lane: the first of its tokens, and the output by whose weights it multiplies.
         column: The first of the eight inputs that it has of each piece.
     """
@@ -41,13 +41,13 @@ class Thread(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Vectors in GMEM, one for each token, of which a CTA may take a part.
+    """Vectors in GMEM, one for each token, of which a CTA may take a slice.
 
     Attributes:
         ref: The memory, with one axis. Its elements are those of the vectors, or 32 bits for two of them.
         start: The memory's element at which the first vector begins.
         length: Elements of a whole vector.
-        first: The first element of the part.
+        first: The first element of the slice.
     """
 
     ref: Any
@@ -260,7 +260,7 @@ def emit_result_sums(
 
 
 def emit_parts(parts: Sequence[int], dtype: Any, token: Any, pair: Any, values: Sequence[Any], *operands: Any) -> None:
-    """Stores two results of the chain in the part to which their block belongs, in `finish`."""
+    """Stores two results of the chain in the output array to which their block belongs, in `finish`."""
     *refs, row = operands
     rounded, first = hp.rounded_pair(values, dtype), 0
     for part, ref in zip(parts, refs, strict=True):
@@ -271,12 +271,12 @@ def emit_parts(parts: Sequence[int], dtype: Any, token: Any, pair: Any, values: 
 
 
 def place_of_pair(token: Any, pair: Any, row: Any, length: int) -> Any:
-    """Returns the place of a token's pair of a block that begins at `row`, in [tokens, length]."""
+    """Returns the offset of a token's pair of a block that begins at `row`, in [tokens, length]."""
     return hp.add(token * length, row, pair * 2)
 
 
 def thread() -> Thread:
-    """Returns this thread's place."""
+    """Returns this thread's indices."""
     number = hp.thread_of_cta()
     lane, warp = hp.lane_and_warp(number)
     column = warp * 32 + (lane & 3) * 8
@@ -284,9 +284,9 @@ def thread() -> Thread:
 
 
 def places_of(x: Vectors, first: Any, pieces: int, tokens: int) -> list[Any]:
-    """Returns the places of a thread's inputs: for each piece, and for each of its tokens, that of the first of eight.
+    """Returns the offsets of a thread's inputs: for each piece, and for each of its tokens, the first of eight.
 
-    Places are counted from the first vector on. A token that does not exist has the inputs of the last one.
+    Offsets are counted from the first vector on. A token that does not exist has the inputs of the last one.
     """
     here = thread()
     rows = [here.row + 8 * half for half in range(halves(tokens))]

@@ -40,8 +40,8 @@ def receive_weighted(
     A thread sees all factors after the next barrier of the CTA.
 
     Args:
-        x: What is waited for, two numbers in each word. A CTA takes the whole of it.
-        squares: Where in x.ref each owner's sums of squares are. float32 [tokens, OWNERS]
+        x: The memory that is polled, two numbers in each word. A CTA takes the whole of it.
+        squares: The offset of each owner's sums of squares in x.ref. float32 [tokens, OWNERS]
         factors: Memory that all warps share, for the factors. float32 [MOST_TOKENS]
         step: The norm.
         pieces: Pieces of `WIDTH` inputs.
@@ -79,7 +79,7 @@ def own_pairs(channels: int, tokens: int) -> int:
 
 
 def load_own(stream: Any, program: Any, channels: int, tokens: int) -> jax.Array:
-    """Loads this CTA's part of the residual stream, [tokens * channels]. Returns float32 [256 * own_pairs]."""
+    """Loads this CTA's channels of the residual stream, [tokens * channels]. Returns float32 [256 * own_pairs]."""
 
     def body(stream: Any, program: Any) -> Any:
         return (_load_pairs(stream, [place for _, _, place in _own_places(program, channels, tokens)]),)
@@ -97,7 +97,7 @@ def load_own_weights(weight: Any, program: Any, channels: int, tokens: int) -> j
 
 
 def _load_pairs(ref: Any, places: Sequence[Any]) -> Any:
-    """Loads two neighbours from each place, as an array of float32."""
+    """Loads two neighbours from each offset, as an array of float32."""
     pairs = [hp.load_vector(ref, place, count=2).astype(jnp.float32) for place in places]
     return hp.strided([number for pair in pairs for number in hp.unpack(pair)])
 
@@ -118,22 +118,24 @@ def own(
     dtype: Any,
     devices: Devices | None,
 ) -> jax.Array:
-    """Adds what was computed to this CTA's part of the residual stream. Sends the sums, weighted, and their squares.
+    """Adds a phase's results to this CTA's channels of the residual stream, and sends the sums to all CTAs.
+
+    What it sends are the sums times the norm's weights, and the sums of their squares.
 
     Args:
         sent: Memory that CTAs share.
-        shares: Where the shares of what is added are in it. float32 [tokens, channels]
-        target: Where the sums times the norm's weights go, two in each word.
-        squares: Where sums of squares go. float32 [tokens, OWNERS]
-        before: The part of the residual stream: see `load_own`.
+        shares: The offsets of the split-K partial sums in it. float32 [tokens, channels] each
+        target: The offset of the sums times the norm's weights, two in each word.
+        squares: The offset of the sums of squares. float32 [tokens, OWNERS]
+        before: This CTA's channels of the residual stream: see `load_own`.
         weights: The norm's weights: see `load_own_weights`.
-        out: Where the sums go, [tokens * channels], or None.
+        out: Receives the sums, [tokens * channels], unless it is None.
         staging: float32 memory of at least tokens * channels / 2 / OWNERS numbers that all warps share.
         program: The CTA's number.
         step: The norm.
         channels: The channels of the residual stream.
         tokens: The number of tokens.
-        dtype: The dtype of the residual stream, and of what is sent.
+        dtype: The dtype of the residual stream, and of the products that are sent.
         devices: The devices over which the sums are first added up; None if they are those of one device.
 
     Returns:
@@ -179,9 +181,9 @@ def own(
 
 
 def _own_places(program: Any, channels: int, tokens: int) -> list[tuple[Any, Any, Any]]:
-    """Returns, for each pair of channels that a thread has, its number in the CTA, its first channel, and its place.
+    """Returns, for each pair of channels that a thread has, its index in the CTA, its first channel, and its offset.
 
-    The place is one in [tokens, channels]. Threads that are left over have the last pair, too.
+    The offset is in [tokens, channels]. Threads that are left over have the last pair, too.
     """
     each, found = channels // 2 // OWNERS, []
     for turn in range(own_pairs(channels, tokens)):

@@ -239,7 +239,7 @@ def _with_slots(phases: tuple[Phase, ...], steps: Sequence[Step], slot_bytes: in
 
 
 def _phases(steps: Sequence[Step], parts: tuple[int, ...] | None, rows: int) -> tuple[Phase, ...]:
-    """Returns the products of a chain. A block of a product has so many `rows`."""
+    """Returns the products of a chain, in blocks of `rows` outputs."""
     phases: list[Phase] = []
     norms = 0
     for number, step in enumerate(steps):

@@ -34,7 +34,7 @@ from pallas_kernels.product_chain._steps import (
 )
 
 _WARPGROUPS = 2
-# What is kept of a token's choice of experts, and the barrier that tells that it is there.
+# The memory of a token's experts, and the barrier that completes when they have been selected.
 _CHOICE = ("logits", "chosen", "factors", "decided")
 
 
@@ -142,7 +142,7 @@ def _run(
     """Runs one CTA."""
     program = hp.axis_index("program")
     phases, slots = plan.phases, jnp.int32(plan.slots)
-    enough = 3 * messages.WARPS * programs // 4  # warps that have told
+    enough = 3 * messages.WARPS * programs // 4  # warps that have signalled
     work = [phase.work(program, programs) for phase in phases]
     # The blocks of a phase are numbered from `begin` on, in the order in which they are fetched.
     begin = [jnp.int32(0)]
@@ -153,7 +153,7 @@ def _run(
         return refs.blocks.at[slot, hp.ds(0, phase.rows * phase.pieces * WIDTH)].reshape(shape)
 
     def source_of(number: int, place: Any, term: Any, is_shared: bool) -> Any:
-        """Where the weights of a term of a phase's block are, given the block's place among the CTA's own."""
+        """Returns the weights of a term of a phase's block, given the block's index among the CTA's own."""
         phase, (share, first, step, _), weights = phases[number], work[number], refs.weights[number]
         expert, row, piece = phase.place(share, first + place * step, term)
         if expert is not None:

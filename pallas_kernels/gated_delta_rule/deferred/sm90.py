@@ -125,7 +125,7 @@ def _kernel(
                 fetch_corrections(n, first, place)
 
     def fetch_corrections(n, first, place):
-        """Starts the copy of some of a group's corrections, if any of them are those of entries."""
+        """Starts the copy of some of a group's corrections, if any of their slots has an entry."""
         some = hp.ds(place, _TOGETHER)
         entries = hp.ds(place_of(first) + place, _TOGETHER)
         is_needed = first + place < position

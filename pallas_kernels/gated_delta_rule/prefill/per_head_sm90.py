@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
 
 def plan(variant: ModuleType, rows: int, value_heads: int, value_dim: int) -> Plan:
-    """Returns the plan for so many rows and heads of so many value dims."""
+    """Returns the plan of a variant for a number of rows, value heads and value dims."""
     work = work_of(variant, rows, value_heads, value_dim)
     if variant is chunk_states_128_sm90:
         # If no CTA has more than one entry, the CTAs that start last end last.
