@@ -13,9 +13,9 @@ from pallas_kernels.chunks import Chunks, chunk_rows
 from pallas_kernels.gated_delta_rule.config import default_prefill_config
 from pallas_kernels.gated_delta_rule.prefill import chunk_intra_per_channel_sm90 as per_channel
 from pallas_kernels.gated_delta_rule.prefill import chunk_intra_sm90 as per_head
+from pallas_kernels.gated_delta_rule.prefill.chunk_intra import decay_spans
 from pallas_kernels.gated_delta_rule.prefill.cumsum_sm90 import Factors
 from pallas_kernels.gated_delta_rule.prefill.launch import invert, multiply
-from pallas_kernels.gated_delta_rule.prefill.products import decay_spans
 
 LENGTHS, COMPUTED = (130, 0, 65), (7, 0, 0)  # the first row's chunks have 57, 64 and 9 tokens
 EXTRA = 9  # tokens after the last row, which hold NaN

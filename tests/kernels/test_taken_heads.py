@@ -114,7 +114,7 @@ class Program:
         self.refs.read_block = self.refs.write_block = range(len(lengths))
         self.refs.squares = self.refs.attention = MagicMock()
         entry = [None] * len(chunk_states_128_sm90.Entry._fields)
-        self.memory = [(MagicMock(), dict(entry=entry, states=Places()))]
+        self.memory = [(MagicMock(), dict(work_entry=entry, states=Places()))]
         self.tokens, self.keys = dict(v=Places()), {}
         self.stored = [collections.Counter() for _ in range(WARPGROUPS)]
 

@@ -6,9 +6,9 @@ For one head and chunk, let S be the state before the chunk, and let L be the lo
 products of each key with the earlier keys, times beta. With T = (I + L)^-1, the tokens add T beta (v - decay k S) to
 the state (the UT transform).
 
-    products.py   one program per chunk and head: L, the decayed products of queries with keys, and the decays
-    inverse.py    one program per chunk and head: T beta
-    states.py     one program per row, head and tile of value dims: runs the row's chunks in order, with S in registers
+    chunk_intra.py    one program per chunk and head: L, the decayed products of queries with keys, and the decays
+    solve_tril.py     one program per chunk and head: T beta
+    chunk_states.py   one program per row, head and tile of value dims: runs the row's chunks, with S in registers
 
 On Hopper GPUs sm90.py runs other kernels for bfloat16 inputs, whose stages have flash-linear-attention's names:
 

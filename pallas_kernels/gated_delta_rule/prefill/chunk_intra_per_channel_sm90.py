@@ -1,7 +1,8 @@
 """The stages within a chunk on Hopper GPUs, for a decay per key channel: decayed Gram matrices, and the inverse for WY.
 
-It computes what `products_per_channel` in products.py and inverse.py compute. A CTA has one chunk and two value heads, one
-after the other, and solves both of their systems at once. Keys come in tiles of 64, and log decays in tiles of 32.
+It computes what `products_per_channel` in chunk_intra.py and solve_tril.py compute. A CTA has one chunk and two value
+heads, one after the other, and solves both of their systems at once. Keys come in tiles of 64, and log decays in tiles of
+32.
 """
 
 import functools
@@ -15,7 +16,7 @@ from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
 from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule.prefill.products import MAX_EXPONENT, decay_spans
+from pallas_kernels.gated_delta_rule.prefill.chunk_intra import MAX_EXPONENT, decay_spans
 from pallas_kernels.gated_delta_rule.prefill.solve_tril_sm90 import SIZE, solve_tril
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 from pallas_kernels.hopper.partial_tiles import keep_rows
@@ -233,7 +234,7 @@ def products_per_channel(
     scale: float,
     use_qk_l2norm: bool,
 ) -> dict[str, jax.Array]:
-    """Launches the kernel. Returns `solve`, `attention`, `q_before`, `k_before`, `k_after` and `decay` for states.py."""
+    """Launches the kernel. Returns inputs of chunk_states.py: solve, attention, q_before, k_before, k_after and decay."""
     (_, _, key_dim), heads, number = k.shape, g.shape[1], chunks.seq_idx.shape[0]
     given = dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, q=q, k=k, g=g, beta=of_chunks(beta, chunks))
     given |= dict(spans=decay_spans(SIZE, BLOCK))

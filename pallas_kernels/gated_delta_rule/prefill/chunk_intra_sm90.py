@@ -131,8 +131,8 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
 def outputs(value_heads: int, chunks: int, pieces: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Describes the arrays that all calls of `make_products` store together, by name.
 
-    They are `solve` and `attention` as in states.py, but the matrices of `solve` are transposed, and `scales` [value heads,
-    chunks, 4, tokens], of which the first is negative and the last is the decay over the chunk, for each token.
+    They are `solve` and `attention` as in chunk_states.py, but the matrices of `solve` are transposed, and `scales` [value
+    heads, chunks, 4, tokens], of which the first is negative and the last is the decay over the chunk, for each token.
     """
     array = jax.ShapeDtypeStruct
     return dict(

@@ -89,7 +89,7 @@ def chunk_states(
         wait_for_products: The same.
     """
     others = memory[0][-1]
-    entry, states = others["entry"], others["states"]
+    entry, states = others["work_entry"], others["states"]
     stage_of = lambda chunk: jax.lax.rem(chunk, jnp.int32(_STAGES))
     values_of = lambda pair, tile_index: hp.ds((TILES * pair + tile_index) * TILE, TILE)
 
@@ -273,7 +273,7 @@ def memory(key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channe
     tile = lambda *shape: hp.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
     squares = {name: tile(*shape) for name, shape in squares.items()}
     rows, tiles_of_tokens = hp.views_of_tokens(tokens, dtype)
-    others = dict(squares=squares, chunk_factors=factors, entry=hp.SMEM((len(Entry._fields),), jnp.int32))
+    others = dict(squares=squares, chunk_factors=factors, work_entry=hp.SMEM((len(Entry._fields),), jnp.int32))
     others |= dict(states=hp.tiled(TILES, tiles, *SHAPE, dtype=pool_dtype))
     return [(rows, others), (tiles_of_tokens,)]
 

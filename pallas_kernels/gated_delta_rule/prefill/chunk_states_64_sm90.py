@@ -1,9 +1,9 @@
 """The recurrence from chunk to chunk on Hopper GPUs: a CTA has 64 value dims of one head of one row.
 
-It computes what states.py computes. Its three warpgroups work on different chunks at the same time: one copies the operands
-of later chunks from GMEM, one computes the state after each chunk, and one computes the outputs. The state is transposed,
-[values, keys], and so is everything that it is multiplied with from chunk to chunk. The left operands of these products are
-then in registers already, and none waits for SMEM.
+It computes what chunk_states.py computes. Its three warpgroups work on different chunks at the same time: one copies the
+operands of later chunks from GMEM, one computes the state after each chunk, and one computes the outputs. The state is
+transposed, [values, keys], and so is everything that it is multiplied with from chunk to chunk. The left operands of these
+products are then in registers already, and none waits for SMEM.
 """
 
 from collections.abc import Callable

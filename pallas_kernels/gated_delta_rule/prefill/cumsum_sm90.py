@@ -21,7 +21,7 @@ class Factors(NamedTuple):
     """The vectors of a chunk and value head, one value per token, in the order in which `sum_log_decays` writes them.
 
     Attributes:
-        coarse: The running sums of the log decays' hi terms. See `sums_on_scaled_grid` in products.py.
+        coarse: The running sums of the log decays' hi terms. See `sums_on_scaled_grid` in chunk_intra.py.
         fine: The running sums of their lo terms, in log2.
         before: The log2 of the decay from the start of the chunk to each token.
         after: The log2 of the decay from each token to the end of the chunk.

@@ -13,9 +13,9 @@ from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.config import PrefillConfig, default_prefill_config
-from pallas_kernels.gated_delta_rule.prefill.inverse import inverse
-from pallas_kernels.gated_delta_rule.prefill.products import decay_spans, last_block, products, products_per_channel
-from pallas_kernels.gated_delta_rule.prefill.states import states
+from pallas_kernels.gated_delta_rule.prefill.chunk_intra import decay_spans, last_block, products, products_per_channel
+from pallas_kernels.gated_delta_rule.prefill.chunk_states import states
+from pallas_kernels.gated_delta_rule.prefill.solve_tril import inverse
 
 CHUNK_SIZES = (16, 32, 64)
 
@@ -59,7 +59,7 @@ def multiply(
     config: PrefillConfig,
     interpret: bool = False,
 ) -> dict[str, jax.Array]:
-    """Launches the first kernel. Returns its outputs by name, see products.py."""
+    """Launches the first kernel. Returns its outputs by name, see chunk_intra.py."""
     size, number = chunks.chunk_size, chunks.seq_idx.shape[0]
     (key_heads, key_dim), value_heads, per_channel = k.shape[1:], g.shape[1], g.ndim == 3
     array, of_chunk = jax.ShapeDtypeStruct, (value_heads, number, size)
