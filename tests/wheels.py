@@ -18,7 +18,7 @@ ENVIRONMENTS = [
     ("3.11", "", "needs the extra 'cli'"),
     ("3.12", "cli", "usage: mamba-align"),
     ("3.13", "", "needs the extra 'cli'"),
-    ("3.13", "models", "needs the extra 'cli'"),
+    ("3.13", "models", "usage: mamba-align"),  # flax needs rich too
     ("3.11", "serve", "usage: mamba-align"),
 ]
 RESOLVED = ("cuda12", "cuda13")

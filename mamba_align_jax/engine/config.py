@@ -31,7 +31,7 @@ class EngineConfig:
             boundary, those inside chunks too, so that hits are longer and fewer states fit: see docs/scheduling.md. "none"
             keeps nothing between requests.
         policy: "copy_free", "pre_copy" or "deferred": see docs/scheduling.md. "deferred" is for models whose recurrent
-            layers are gated delta nets, Kimi delta attention, Mamba-1 or Mamba-2.
+            layers are gated delta nets or Mamba-2.
         fold_length: Number of tokens between the states that policy "deferred" writes; a divisor of `block_size`, and
             more than 2 * `num_speculative_tokens`.
         block_size: Number of tokens between state boundaries; a multiple of `kv_page_size`.

@@ -165,11 +165,11 @@ MODEL = dict(SIZES, kv_page_size=8, num_kv_pages=64, block_size=16)
 
 @functools.cache
 def tiny(name="qwen3_5_text"):
-    """Two layers of Qwen3.5, one of each kind, or all three of Mamba-1."""
+    """Two layers of Qwen3.5, one of each kind, or all of Mamba-2."""
     return load_two_layers(DATA / name) if name == "qwen3_5_text" else load_model(DATA / name, "float32")
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
 def test_a_prompt_resumed_from_a_deferred_boundary_equals_one_that_never_speculated(name, monkeypatch):
     """One program runs every row, so that a token's inputs have the same bits however it is stepped."""
     monkeypatch.setattr(StepRunner, "buckets", [Bucket(3, 3, 32, Level.MOST_LIKELY)])
@@ -225,22 +225,20 @@ def check_drafts(preempted, name="qwen3_5_text"):
     assert reference.judge(again.prompt_token_ids, again.token_ids).right
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
 @pytest.mark.parametrize("preempted", [False, True])
 def test_requests_with_drafts_are_right(preempted, name):
     check_drafts(preempted, name)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
 def test_requests_with_drafts_are_right_with_compiled_kernels(name):
     check_drafts(True, name)
 
 
 def test_models_without_a_recurrent_state_are_refused():
-    message = (
-        "must have groups with a ring, which only gated delta nets, Kimi delta attention, Mamba-1 and Mamba-2 have, got"
-    )
+    message = "must have groups with a ring, which only gated delta nets and Mamba-2 have, got"
     with pytest.raises(ValueError, match=message):
         Engine(load_model(DATA / "lfm2"), EngineConfig(policy="deferred"))
 

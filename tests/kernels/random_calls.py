@@ -305,7 +305,8 @@ def state_copy(draw: Draw) -> Call:
             if destination and (source != destination or first):
                 moved = before[:, source] if source else np.zeros_like(before[:, 0])
                 wanted[:, destination, : moved.shape[1] - first] = moved[:, first:]
-        np.testing.assert_array_equal(np.ascontiguousarray(after).view(np.uint8), wanted.view(np.uint8))
+        after, wanted = (np.ascontiguousarray(x).view(np.uint8) for x in (after, wanted))
+        np.testing.assert_array_equal(after, wanted)
 
     arguments = dict(pool=pool, source=read, destination=write[:, 0], window_row=window_row, layout=layout)
     config = configured(draw, copy_config.default_config(jnp.dtype(dtype).itemsize))
