@@ -74,7 +74,7 @@ def shares(total_gb, processors):
     """Returns how many processes the small tests get, and the share of the memory of a large and of a small process."""
     room = total_gb - LARGE_PROCESSES * (LARGE_GB + OUTSIDE_GB)
     small = max(1, min(processors, int(room / (SMALL_GB + OUTSIDE_GB))))
-    return small, LARGE_GB / total_gb, SMALL_GB / total_gb
+    return small, min(LARGE_GB / total_gb, 0.9), min(SMALL_GB / total_gb, 0.9)
 
 
 def start(name, processes, share, marks, file, arguments):
