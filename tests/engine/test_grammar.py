@@ -19,6 +19,7 @@ from mamba_align_jax import Engine, EngineConfig, Grammar, SamplingParams
 from mamba_align_jax.engine.running import core
 from mamba_align_jax.engine.text.grammar_state import GrammarCompiler, GrammarState
 from mamba_align_jax.engine.text.tokenizer import load_tokenizer
+from mamba_align_jax.errors import GrammarError
 
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 pytestmark = pytest.mark.usefixtures("one_program")
@@ -297,7 +298,7 @@ def test_grammar_that_no_token_can_begin_disturbs_no_other_request(tokenizer, st
     outputs = {}
     while engine.has_unfinished:
         outputs |= {output.request_id: output for output in engine.step()}
-    assert (outputs[wrong].finish_reason, type(outputs[wrong].error)) == ("error", RuntimeError)
+    assert (outputs[wrong].finish_reason, type(outputs[wrong].error)) == ("error", GrammarError)
     assert (outputs[first].finish_reason, outputs[third].finish_reason) == ("length", "length")
     assert (engine.stats.preemptions, engine.stats.prefill_tokens) == (0, 5 + 1)
     assert (engine.cache.states.pool.num_held, engine.cache.kv.pool.num_held) == (0, 0)

@@ -96,7 +96,7 @@ def test_an_interrupt_at_any_line_loses_no_event(stepping):
     assert watched.cleared > 1
 
 
-@pytest.mark.parametrize("file", ["engine/cache_reports", "cache/events"])
+@pytest.mark.parametrize("file", ["engine/running/cache_reports", "cache/events"])
 def test_every_line_that_reports_may_be_interrupted(file):
     watched = Watched()
     for turn in range(0, 600, 1 if depth.is_full() else 7):
