@@ -10,7 +10,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -73,16 +72,13 @@ def served(engine: Engine) -> Iterator[str]:
 
 
 def through_http(url: str, engine: Engine, streams: int, seed: int, options: argparse.Namespace) -> Row:
-    """Runs the load by `mamba-align bench --url` in another process, and returns its row."""
+    """Runs the load by `benchmarks.http_client` in another process, and returns its row."""
     sizes = {name: getattr(options, name) for name in ("prompts", "prefix", "suffix", "output")}
-    sizes |= {"block-size": options.block_size, "concurrency": streams, "seed": seed, "runs": 1}
+    sizes |= {"block-size": options.block_size, "concurrency": streams, "seed": seed}
     sizes |= {"vocab-size": engine.model_config.vocab_size}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "row.jsonl")
-        command = [sys.executable, "-m", "mamba_align_jax", "bench", f"--url={url}", f"--json={file}"]
-        subprocess.run([*command, *(f"--{name}={value}" for name, value in sizes.items())], check=True)
-        (row,) = map(json.loads, file.read_text().splitlines())
-    return row
+    command = [sys.executable, "-m", "benchmarks.http_client", url, *(f"--{name}={n}" for name, n in sizes.items())]
+    root = Path(__file__).parents[1]
+    return json.loads(subprocess.run(command, check=True, cwd=root, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def measure(engine: Engine, url: str, streams: int, options: argparse.Namespace) -> Row:
