@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.test_lowering import array, lower
+from kernels.lowered_cases import array, lower
 from kernels.threads_in_numpy import Ref, Threads, fake
 
 from pallas_kernels import hopper
