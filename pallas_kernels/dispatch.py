@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 Implementation = Literal["xla", "triton", "mosaic_gpu"]
 _LOG = logging.getLogger(__name__)
@@ -18,26 +16,18 @@ class UnsupportedError(NotImplementedError):
     """Raised if the implementation that the caller named cannot run these arguments, or has no derivative."""
 
 
-def _refuse_derivative(primals: Any, tangents: Any, *, op: str) -> Any:
-    raise UnsupportedError(f"{op}: its kernels have no derivative; only implementation='xla' can be differentiated")
-
-
-# Returns its argument, and says so if it is differentiated. A `jax.custom_jvp` around a kernel could not do this: JAX can't
-# discharge the references of Mosaic GPU's kernels within one.
-_no_derivative = Primitive("no_derivative")
-_no_derivative.def_impl(lambda x, *, op: x)
-_no_derivative.def_abstract_eval(lambda x, *, op: x)
-batching.defvectorized(_no_derivative)
-ad.primitive_jvps[_no_derivative] = _refuse_derivative
-mlir.register_lowering(_no_derivative, lambda context, x, *, op: [x])
-
-
 def _without_derivative(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a kernel of an op as it is, but differentiating it raises an error that says what to do."""
+    """Returns a kernel of an op as it is, but differentiating it raises an error that says what to do.
 
-    def marked(x: jax.Array) -> jax.Array:
-        return _no_derivative.bind(x, op=op) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    The operands are marked and not the kernel, because JAX cannot discharge a kernel's references within a custom_jvp.
+    """
+    mark = jax.custom_jvp(lambda x: x)
 
+    @mark.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise UnsupportedError(f"{op}: its kernels have no derivative; only implementation='xla' can be differentiated")
+
+    marked = lambda x: mark(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
     return lambda *operands: kernel(*jax.tree.map(marked, operands))
 
 
