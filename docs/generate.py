@@ -86,7 +86,7 @@ _COSTS = (
 
 
 def _costs() -> str:
-    """A table of what a call of each op takes, of the newest rows."""
+    """Returns a table of the newest time of one call of each op."""
     lines = ["| call | time | GPU |", "|---|---|---|"]
     for what, file, wanted in _COSTS:
         row = _newest(file, **wanted)

@@ -135,7 +135,7 @@ class Cut:
 
 @runtime_checkable
 class Splittable(Protocol):
-    """A module whose parameters are divided among devices. Those of all other modules are copied to every device."""
+    """A module whose parameters are divided among devices. The parameters of other modules are copied to every device."""
 
     def split(self, cut: Cut) -> None:
         """Places the parameters on the mesh, and makes the module's sizes those of one device's share.
