@@ -20,7 +20,7 @@ from benchmarks.cases import implementations, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import span_per_turn
 from mamba_align_jax.sharding import AXIS
-from pallas_kernels import Mailboxes, all_reduce, all_reduce_rms_norm
+from pallas_kernels import Mailboxes, Run, all_reduce, all_reduce_rms_norm
 from pallas_kernels.all_reduce.cases import CASES, Case
 from pallas_kernels.all_reduce.config import Config
 
@@ -35,7 +35,7 @@ def tuned(case: Case) -> dict[str, dict[str, Any]]:
     found = {}
     for num_warps, pack in itertools.product((4, 8, 16, 32), (1, 2, 4, 8, 16)):
         if tile % (32 * num_warps * pack) == 0 and tile // (32 * num_warps * pack) <= 2:
-            options = dict(implementation="triton", config=Config(num_warps, pack))
+            options = dict(run=Run(implementation="triton", config=Config(num_warps, pack)))
             found[f"w{num_warps}_p{pack}"] = options
     return found
 
@@ -76,7 +76,7 @@ def measure(case: Case, devices: int, candidates: dict[str, dict[str, Any]]) -> 
                 functools.partial(run, calls, options), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
             ))  # fmt: skip
             one, many = build(1, options), build(CALLS, options)
-            exact, _ = build(1, dict(implementation="xla"))(boxes, turn, x, addend, weight)
+            exact, _ = build(1, dict(run=Run(implementation="xla")))(boxes, turn, x, addend, weight)
             found, turn = one(boxes, turn, x, addend, weight)
             bits = [np.asarray(shard.data.astype(jnp.float32)) for shard in found.addressable_shards]
             row["same_on_all"] = all(bool((each == bits[0]).all()) for each in bits)

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.cases import TUNE, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import kernel_times
-from pallas_kernels import paged_attention, token_rows
+from pallas_kernels import Rows, Run, paged_attention, token_rows
 from pallas_kernels.paged_attention.cases import DECODE_CASES, PROMPT_CASES, Case
 from pallas_kernels.paged_attention.config import Config
 
@@ -31,7 +31,7 @@ GATHER_BYTES = 8 * 2**30  # of what the old path gathers at most
 LIMIT = 1e-2  # of the relative error
 
 Arguments = dict[str, Any]
-Run = Callable[[Arguments, Any], jax.Array]  # (arguments, layer) -> out
+Attend = Callable[[Arguments, Any], jax.Array]  # (arguments, layer) -> out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,11 @@ def prepare(case: Case) -> Setup:
 
 def call(case: Case, arguments: Arguments, layer: Any, **options: Any) -> jax.Array:
     """One call of the op."""
-    return paged_attention(**arguments, layer=layer, max_query_tokens=case.window, value_dim=case.value_dim, **options)
+    given = dict(arguments)
+    fields = {name: given.pop(name) for name in ("query_start_loc", "num_computed_tokens")}
+    fields |= {} if case.window is None else dict(max_query_tokens=case.window)
+    rows = Rows(**fields, layer=layer)
+    return paged_attention(**given, rows=rows, value_dim=case.value_dim, run=Run(**options))
 
 
 def gather(case: Case, arguments: Arguments, layer: Any) -> jax.Array:
@@ -171,7 +175,7 @@ def sampled_error(setup: Setup, out: jax.Array) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def compile_turns(setup: Setup, run: Run) -> Callable[[int], jax.Array]:
+def compile_turns(setup: Setup, run: Attend) -> Callable[[int], jax.Array]:
     """Returns a function that runs some calls, each on the next layer, and returns the result of the last one."""
     case = setup.case
 
@@ -237,7 +241,7 @@ def tuned(case: Case) -> list[Config]:
     ]
 
 
-def measure(case: Case, candidates: dict[str, Run], time_it: bool) -> list[Row]:
+def measure(case: Case, candidates: dict[str, Attend], time_it: bool) -> list[Row]:
     """One row per candidate: its error, whether its bits are the first one's, and its times if it is right."""
     setup = prepare(case)
     turns = max(4, min(16, round(4000 / (setup.bytes / 4e6 + setup.flops / 3e8))))
@@ -275,10 +279,10 @@ def short(config: Config) -> str:
     return text + "".join(f"_{name}{n}" for name, n in (("g", config.programs), ("u", config.unit)) if n)
 
 
-def candidates_of(case: Case, tune: bool, **options: Any) -> dict[str, Run]:
+def candidates_of(case: Case, tune: bool, **options: Any) -> dict[str, Attend]:
     """Named functions that compute a case."""
     run = lambda **how: functools.partial(call, case, **how)
-    found: dict[str, Run] = {"triton": run(implementation="triton", **options)}
+    found: dict[str, Attend] = {"triton": run(implementation="triton", **options)}
     if tune:
         return found | {short(c): run(implementation="triton", config=c, **options) for c in tuned(case)}
     if case.window is None and not case.value_dim:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.rows import Row, append, facts
+from pallas_kernels import Implementation, Run
 
 TUNE = "time several configurations"
-ALWAYS_SHOWN = ("xla", "triton")
+ALWAYS_SHOWN: tuple[Implementation, ...] = ("xla", "triton")
 
 
 def options_parser(description: str | None, *, budget: float, tune: str = TUNE) -> argparse.ArgumentParser:
@@ -32,7 +33,7 @@ def options_parser(description: str | None, *, budget: float, tune: str = TUNE) 
 
 def implementations(tuned: dict[str, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
     """Names the options of the implementations that are always timed, followed by those of `tuned`."""
-    return {name: dict(implementation=name) for name in ALWAYS_SHOWN} | (tuned or {})
+    return {name: dict(run=Run(implementation=name)) for name in ALWAYS_SHOWN} | (tuned or {})
 
 
 def run_cases(

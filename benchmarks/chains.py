@@ -20,13 +20,13 @@ from benchmarks.cases import options_parser, run_cases
 from benchmarks.linear import ROTATION_BYTES
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times, span_per_turn
-from pallas_kernels import UnsupportedError, product_chain
+from pallas_kernels import Run, UnsupportedError, product_chain
 from pallas_kernels.product_chain import Experts, Product, cases
 
 TOKENS = (1, 2, 4, 8, 16)
 LIMIT = 2e-2  # of the relative difference, after four roundings to bfloat16
 ROUNDS = 4
-IMPLEMENTATIONS = {"separate launches": "triton", "one launch": "mosaic_gpu"}
+RUNS = {"separate launches": Run(implementation="triton"), "one launch": Run(implementation="mosaic_gpu")}
 Arguments = tuple[jax.Array, tuple[Any, ...], jax.Array | None]
 
 
@@ -69,12 +69,12 @@ _NAMED = [case for case in cases.CASES if case.dtype == "bfloat16" and not case.
 CASES = [ChainOfTokens(case, tokens) for case in _NAMED for tokens in TOKENS]
 
 
-def turn(chains: list[Arguments], *, parts: tuple[int, ...] | None, implementation: Any) -> list[Any]:
+def turn(chains: list[Arguments], *, parts: tuple[int, ...] | None, run: Run) -> list[Any]:
     """Runs chains one after the other, as in a model."""
     outs: list[Any] = []
     for arguments in chains:
         arguments, outs = jax.lax.optimization_barrier((arguments, outs))
-        outs = [*outs, product_chain(*arguments, parts=parts, implementation=implementation)]
+        outs = [*outs, product_chain(*arguments, parts=parts, run=run)]
     return outs
 
 
@@ -95,8 +95,8 @@ def measure(case: ChainOfTokens, rate: float) -> list[Row]:
     count = max(2, math.ceil(ROTATION_BYTES / size))
     chains = [jax.jit(case.draw)(seed) for seed in range(count)]
     rows, wanted = [], None
-    for name, implementation in IMPLEMENTATIONS.items():
-        run = jax.jit(functools.partial(turn, parts=case.case.parts, implementation=implementation))
+    for name, how in RUNS.items():
+        run = jax.jit(functools.partial(turn, parts=case.case.parts, run=how))
         try:
             (found, _), *_ = jax.block_until_ready(run(chains))
         except UnsupportedError:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernel_benchmark import KernelBenchmark, itemsize, locations, normal_draws, random_pool
+from pallas_kernels import Fold, Rows, Run
 
 TURNS = 32
 WARM_UP = 100  # calls that are counted before the measured ones, so that rows are in any phase
@@ -51,6 +52,7 @@ class Bench:
         inexact: The array of the ring whose new entries are compared with float64.
         wide: The axes of the outputs of one token, by the names of fields of the case.
         op: The op.
+        entries: The class of its rings.
         inputs: Its inputs per token.
         parameters: Its inputs per head.
     """
@@ -59,6 +61,7 @@ class Bench:
     inexact: str
     wide: tuple[str, str]
     op: Callable[..., Any]
+    entries: type
     inputs: tuple[jax.Array, ...]
     parameters: dict[str, jax.Array]
 
@@ -115,11 +118,19 @@ class Bench:
 
     def call(self, turn: Any, arrays: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """One call of the op."""
-        named: dict[str, Any] = arrays | dict(zip(KEYS, (self.loc, *(x[turn] for x in self.indices)), strict=True))
-        longest = max(self.case.lengths)
-        op = type(self).op
-        out, *kept = op(*self.inputs, **self.parameters, **named, layer=0, max_query_tokens=longest, **options)
-        return out, dict(zip(("pool", *self.rings), kept, strict=True))
+        slot, base, position, read, block = (x[turn] for x in self.indices)
+        rows = Rows(
+            query_start_loc=self.loc,
+            layer=0,
+            num_computed_tokens=position,
+            read=read,
+            fold=Fold(slot=slot, base=base, block=block),
+            max_query_tokens=max(self.case.lengths),
+        )
+        ring = self.entries(**{name.removeprefix("ring_"): arrays[name] for name in self.rings})
+        given = dict(pool=arrays["pool"], ring=ring, rows=rows, run=Run(**options))
+        out, pool, ring = type(self).op(*self.inputs, **self.parameters, **given)
+        return out, dict(pool=pool) | {name: getattr(ring, name.removeprefix("ring_")) for name in self.rings}
 
     @functools.cached_property
     def sample(self) -> tuple[int, list[int]]:

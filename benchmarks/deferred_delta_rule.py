@@ -11,7 +11,7 @@ from benchmarks.deferred_bench import Bench, exact
 from benchmarks.kernel_benchmark import KernelBenchmark, itemsize
 from benchmarks.update import delta_rule_benchmark
 from pallas_kernels.gated_delta_rule import cases as update_cases
-from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
+from pallas_kernels.gated_delta_rule.deferred import DeltaRuleEntries, gated_delta_rule_deferred
 from pallas_kernels.gated_delta_rule.deferred.cases import Case
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
 
@@ -48,6 +48,7 @@ class DeltaRuleBench(Bench):
     inexact = "ring_u"
     wide = "value_heads", "value_dim"
     op = gated_delta_rule_deferred
+    entries = DeltaRuleEntries
     case: Case
 
     def draw_inputs(self, draw: Any, tokens: int) -> None:

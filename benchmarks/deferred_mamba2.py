@@ -11,7 +11,7 @@ from benchmarks.deferred_bench import Bench, exact
 from benchmarks.kernel_benchmark import KernelBenchmark, itemsize
 from benchmarks.update import state_space_benchmark
 from pallas_kernels.selective_state_update import cases as update_cases
-from pallas_kernels.selective_state_update.deferred import selective_state_deferred
+from pallas_kernels.selective_state_update.deferred import Mamba2Entries, selective_state_deferred
 from pallas_kernels.selective_state_update.deferred.cases import Case
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig, default_config
 
@@ -23,6 +23,7 @@ class StateSpaceBench(Bench):
     inexact = "ring_dt"
     wide = "heads", "head_dim"
     op = selective_state_deferred
+    entries = Mamba2Entries
     case: Case
 
     def draw_inputs(self, draw: Any, tokens: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.cases import implementations, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import kernel_times, span_per_turn
-from pallas_kernels import least_kept
+from pallas_kernels import Run, least_kept
 from pallas_kernels.least_kept.cases import CASES, Case
 from pallas_kernels.least_kept.config import Config
 
@@ -66,7 +66,7 @@ def tuned(case: Case) -> dict[str, dict[str, Any]]:
                 in_registers = lanes * 2**bits <= 32 * 32 * warps
                 if lanes <= chunk and in_registers and 100 <= programs <= 4096:
                     config = Config(bits, chunk, lanes, warps)
-                    found[f"b{bits}_c{chunk}_l{lanes}_w{warps}"] = dict(implementation="triton", config=config)
+                    found[f"b{bits}_c{chunk}_l{lanes}_w{warps}"] = dict(run=Run(implementation="triton", config=config))
     return found
 
 

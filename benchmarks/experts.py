@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.cases import TUNE, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
-from pallas_kernels import choose_experts, mixture_of_experts
+from pallas_kernels import Routing, Run, choose_experts, mixture_of_experts
 from pallas_kernels.mixture_of_experts.cases import QWEN_CASES, Case
 from pallas_kernels.mixture_of_experts.config import Config, Product
 
@@ -34,7 +34,7 @@ LIMIT = 1e-2  # of the relative error
 RAGGED_TOKENS = 2048  # XLA multiplies every row by every expert
 
 Arguments = dict[str, Any]
-Run = Callable[[Arguments], jax.Array]
+Candidate = Callable[[Arguments], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,21 +70,21 @@ def prepare(case: Case) -> Setup:
     turns, distinct = [], []
     for key in keys[3:]:
         logits = draw(key, (case.tokens, case.experts), 1.0)
-        chosen, factors = choose_experts(logits, case.top_k)
+        chosen, factors = choose_experts(logits, Routing(top_k=case.top_k))
         turns.append(dict(logits=logits, chosen=chosen, weights=factors))
         distinct.append(np.unique(np.asarray(chosen)).size)
     return Setup(case, weights, turns, statistics.mean(distinct))
 
 
-def call(case: Case, arguments: Arguments, **options: Any) -> jax.Array:
+def call(case: Case, arguments: Arguments, run: Run) -> jax.Array:
     """One call of the op."""
     given = {name: array for name, array in arguments.items() if name != "logits"}
-    return mixture_of_experts(**given, activation=case.activation, **options)
+    return mixture_of_experts(**given, activation=case.activation, run=run)
 
 
-def route(case: Case, arguments: Arguments, **options: Any) -> jax.Array:
+def route(case: Case, arguments: Arguments, run: Run) -> jax.Array:
     """One call of the router's op, which returns the weights."""
-    return choose_experts(arguments["logits"], case.top_k, **options)[1]
+    return choose_experts(arguments["logits"], Routing(top_k=case.top_k), run=run)[1]
 
 
 def ragged(case: Case, arguments: Arguments) -> jax.Array:
@@ -129,7 +129,7 @@ def sampled_error(setup: Setup, out: jax.Array) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def compile_turns(setup: Setup, run: Run) -> Callable[[], jax.Array]:
+def compile_turns(setup: Setup, run: Candidate) -> Callable[[], jax.Array]:
     """Returns a function that runs all turns, and returns the result of the last one."""
 
     def loop(weights, turns):
@@ -191,21 +191,22 @@ def short(config: Config) -> str:
     return f"m{config.rows}_{of(config.up)}{down}"
 
 
-def candidates_of(case: Case, tune: bool, **options: Any) -> dict[str, Run]:
+def candidates_of(case: Case, tune: bool, interpret: bool = False) -> dict[str, Candidate]:
     """Named functions that compute a case, or choose its experts."""
-    run = lambda **how: functools.partial(call, case, **how)
-    found: dict[str, Run] = {"triton": run(implementation="triton", **options)}
+    xla, triton = Run(implementation="xla"), Run(implementation="triton", interpret=interpret)
+    by = lambda run: functools.partial(call, case, run=run)
+    found: dict[str, Candidate] = {"triton": by(triton)}
     if tune:
-        return found | {short(c): run(implementation="triton", config=c, **options) for c in tuned(case)}
-    found["router triton"] = functools.partial(route, case, implementation="triton", **options)
-    found["router xla"] = functools.partial(route, case, implementation="xla")
-    found["xla"] = run(implementation="xla")
+        return found | {short(c): by(dataclasses.replace(triton, config=c)) for c in tuned(case)}
+    found["router triton"] = functools.partial(route, case, run=triton)
+    found["router xla"] = functools.partial(route, case, run=xla)
+    found["xla"] = by(xla)
     if case.tokens <= RAGGED_TOKENS and case.activation == "swiglu":
         found["ragged_dot"] = functools.partial(ragged, case)
     return found
 
 
-def measure(case: Case, candidates: dict[str, Run], time_it: bool, copy_rate: float = 4.27e6) -> list[Row]:
+def measure(case: Case, candidates: dict[str, Candidate], time_it: bool, copy_rate: float = 4.27e6) -> list[Row]:
     """One row per candidate: its error, whether its bits are the first one's, and its times if it is right."""
     setup = prepare(case)
     rows: list[Row] = []

@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import numpy as np
 from benchmarks.cases import options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
-from pallas_kernels import linear, linear_sums
+from pallas_kernels import Run, linear, linear_sums
 from pallas_kernels.linear.cases import CASES, Case
 from pallas_kernels.linear.config import Config, default_config
 
@@ -75,11 +74,11 @@ def tuned_for_one(case: Case) -> list[Config]:
     return found
 
 
-def call(case: Case, x: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
+def call(case: Case, x: jax.Array, weight: jax.Array, run: Run) -> jax.Array:
     """One call of the op."""
     if case.is_summed:
-        return linear_sums(x, weight, **options)
-    return linear(x, weight, is_gated=case.is_gated, out_dtype=case.out_dtype, **options)[0]
+        return linear_sums(x, weight, run=run)
+    return linear(x, weight, is_gated=case.is_gated, out_dtype=case.out_dtype, run=run)[0]
 
 
 def sampled_error(case: Case, x: jax.Array, weight: jax.Array, out: jax.Array) -> float:
@@ -104,21 +103,21 @@ def measure(case: Case, tune: bool, rate: float) -> list[Row]:
     draw = jax.jit(lambda key: jax.random.normal(key, (case.outputs, case.inputs), case.weight_dtype))
     weights = [draw(key) * jnp.asarray(case.inputs**-0.5, case.weight_dtype) for key in keys[1:]]
 
-    def turn(x: jax.Array, weights: list[jax.Array], **options: Any) -> list[jax.Array]:
+    def turn(x: jax.Array, weights: list[jax.Array], run: Run) -> list[jax.Array]:
         outs = []
         for weight in weights:
             # Calls run one after the other, as in a model.
-            x, out = jax.lax.optimization_barrier((x, call(case, x, weight, **options)))
+            x, out = jax.lax.optimization_barrier((x, call(case, x, weight, run)))
             outs.append(out)
         return outs
 
-    candidates: dict[str, dict[str, Any]] = {"xla": dict(implementation="xla"), "triton": dict(implementation="triton")}
+    candidates = {"xla": Run(implementation="xla"), "triton": Run(implementation="triton")}
     if tune:
-        candidates |= {short(config): dict(implementation="triton", config=config) for config in tuned(case)}
+        candidates |= {short(config): Run(implementation="triton", config=config) for config in tuned(case)}
     rows = []
     with ThreadPoolExecutor(12) as pool:
-        build = lambda options: jax.jit(functools.partial(turn, **options)).lower(x, weights).compile()
-        built = {name: pool.submit(build, options) for name, options in candidates.items()}
+        build = lambda run: jax.jit(functools.partial(turn, run=run)).lower(x, weights).compile()
+        built = {name: pool.submit(build, run) for name, run in candidates.items()}
         # Compiling XLA's products may run kernels, which would be counted.
         wait(built.values())
         for name, future in built.items():

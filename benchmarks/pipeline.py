@@ -53,7 +53,7 @@ from mamba_align_jax import (
 )
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.align.step import plan_finish
-from pallas_kernels import Implementation, causal_conv1d_update, gated_delta_rule_update
+from pallas_kernels import DeltaRuleEntries, Implementation, Run, causal_conv1d_update, gated_delta_rule_update
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 
 ROWS, DRAFTS, POLICIES = (1, 8, 64, 256), (0, 3), ("none", "copy_free", "pre_copy", "deferred")
@@ -216,33 +216,27 @@ def _begin(spec: AlignConfig, buffers: Buffers, inputs: Inputs) -> tuple[AlignSt
 
 def make_step(case: Case, implementation: Implementation | None) -> Any:
     """Returns the jitted step: (buffers, inputs, tokens) -> (buffers, the last layer's outputs). `buffers` is donated."""
-    spec, how = case.spec, dict(implementation=implementation)
+    spec, how, run = case.spec, dict(implementation=implementation), Run(implementation=implementation)
 
     def step(buffers, inputs, tokens):
         state, tables, indices = _begin(spec, buffers, inputs)
         # There are no chunks, for which alone "deferred" migrates.
         pool = buffers.pool if spec.is_deferred else migrate(spec, buffers.pool, indices, **how)
         rows = split_rows(inputs.batch, indices, case.rows).decode
-        loc, write = rows.query_start_loc, rows.write[0]
         (conv, recurrent), ring = pool.states[0], pool.ring(0)
         gates: dict[str, Any] = {name: tokens[name] for name in ("a", "b", "A_log", "dt_bias")}
         out = tokens["x"]
         for layer in range(case.layers):
-            places: dict[str, Any] = dict(query_start_loc=loc, read_block=rows.conv_read[0], write_block=write[:, 0])
-            places |= dict(window_row=rows.window_row, **rows.of_group(0).boundaries)
-            qkv, conv = causal_conv1d_update(tokens["x"], conv, layer, tokens["weight"], None, **places, **how)
-            if rows.fold is None:
-                places = dict(query_start_loc=loc, read_block=rows.recurrent_read[0], write_blocks=write)
-                out, recurrent = gated_delta_rule_update(qkv, **gates, pool=recurrent, layer=layer, **places, **how)
+            here = rows.of_group(0, layer)
+            qkv, conv = causal_conv1d_update(tokens["x"], conv, tokens["weight"], None, here, run=run)
+            if here.fold is None:
+                out, recurrent = gated_delta_rule_update(qkv, **gates, pool=recurrent, rows=here, run=run)
             else:
-                places = dict(query_start_loc=loc, read_block=rows.recurrent_read[0], fold_block=rows.fold.block[0])
-                places |= dict(slot=rows.fold.slot, base=rows.fold.base, position=rows.num_computed_tokens)
-                pools: dict[str, Any] = dict(
-                    zip(("pool", "ring_k", "ring_u", "ring_g"), (recurrent, *ring), strict=True)
+                entries = DeltaRuleEntries(k=ring[0], u=ring[1], g=ring[2])
+                out, recurrent, entries = gated_delta_rule_deferred(
+                    qkv, **gates, pool=recurrent, ring=entries, rows=here, run=run
                 )
-                out, recurrent, *ring = gated_delta_rule_deferred(
-                    qkv, **gates, **pools, layer=layer, **places, max_query_tokens=1 + case.drafts, **how
-                )
+                ring = entries.k, entries.u, entries.g
             # In a model the next layer waits for these outputs.
             conv, recurrent, ring, out = jax.lax.optimization_barrier((conv, recurrent, ring, out))
         pool = pool.with_group(0, (conv, recurrent, *ring))

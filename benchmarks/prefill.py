@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import reference
 from benchmarks.kernel_benchmark import KernelBenchmark, itemsize, locations, random_pool, rotate, tolerance
-from pallas_kernels import causal_conv1d_prefill, chunk_rows, gated_delta_rule_prefill, selective_scan, ssd
+from pallas_kernels import Rows, Run, causal_conv1d_prefill, chunk_rows, gated_delta_rule_prefill, selective_scan, ssd
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.causal_conv1d.config import default_prefill_config as conv_config
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
@@ -85,10 +85,13 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
             query_start_loc=locations(case.lengths),
         )
 
-    def step(turn, carry, **arguments):
+    def step(turn, carry, x, weight, query_start_loc, **options):
         block = blocks[turn % len(blocks)]
-        rows_of = dict(layer=0, read_block=block, window_row=jnp.zeros(rows, jnp.int32), write_block=block)
-        y, pool = causal_conv1d_prefill(pool=carry[0], bias=None, **rows_of, layout=case.layout, **arguments)
+        first_row = jnp.zeros(rows, jnp.int32)
+        where = Rows(
+            query_start_loc=query_start_loc, layer=0, window_read=block, window_row=first_row, write=block[:, None]
+        )
+        y, pool = causal_conv1d_prefill(x, carry[0], weight, None, where, layout=case.layout, run=Run(**options))
         return pool, y
 
     def wanted(inputs, pool):
@@ -144,10 +147,11 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
             chunks=chunk_rows(loc, jnp.zeros(rows, jnp.int32), tokens),
         )
 
-    def step(turn, carry, **arguments):
+    def step(turn, carry, q, k, v, g, beta, query_start_loc, chunks, **options):
         block = blocks[turn % len(blocks)]
-        rows_of = dict(layer=0, read_block=block, write_block=block)
-        out, pool = gated_delta_rule_prefill(pool=carry[0], **rows_of, layout=case.layout, **arguments)
+        where = Rows(query_start_loc=query_start_loc, layer=0, read=block, write=block[:, None], chunks=chunks)
+        run = Run(**options)
+        out, pool = gated_delta_rule_prefill(q, k, v, g, beta, carry[0], where, layout=case.layout, run=run)
         return pool, out
 
     def wanted(inputs, pool):
@@ -216,9 +220,10 @@ def state_space_benchmark(
             inputs |= dict(chunks=chunk_rows(loc, jnp.zeros(rows, jnp.int32), tokens, case.chunk_size))
         return inputs
 
-    def step(turn, carry, **arguments):
+    def step(turn, carry, x, dt, A, B, C, D, dt_bias, query_start_loc, z=None, chunks: Any = None, **options):
         block = blocks[turn % len(blocks)]
-        out, pool = op(pool=carry[0], layer=0, read_block=block, write_block=block, **arguments)
+        rows = Rows(layer=0, query_start_loc=query_start_loc, read=block, write=block[:, None], chunks=chunks)
+        out, pool = op(x, dt, A, B, C, carry[0], rows, D=D, z=z, dt_bias=dt_bias, run=Run(**options))
         return pool, out
 
     def wanted(inputs, pool):

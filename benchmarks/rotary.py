@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from benchmarks.cases import implementations, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
-from pallas_kernels import rotate_and_store
+from pallas_kernels import HeadNorms, PageIndices, Run, rotate_and_store
 from pallas_kernels.rotary.cases import CASES, Case
 from pallas_kernels.rotary.config import Config
 
@@ -52,25 +53,27 @@ def prepare(case: Case) -> tuple[Arrays, Arrays]:
     angle = jax.random.uniform(next(keys), (case.tokens, case.pairs), maxval=6.0)
     arrays |= dict(cos=jnp.cos(angle), sin=jnp.sin(angle)) if case.pairs else dict(cos=None, sin=None)
     weights = jax.random.normal(next(keys), (2, case.dim))
-    arrays |= dict(q_weight=weights[0], k_weight=weights[1]) if case.is_normed else {}
+    arrays["norms"] = HeadNorms(epsilon=EPSILON, offset=OFFSET)
+    if case.is_normed:
+        arrays["norms"] = replace(arrays["norms"], q_weight=weights[0], k_weight=weights[1])
     # Tokens of a decode step lie in pages of their own, and those of a prompt fill one page after the other.
     place = np.arange(case.tokens) * (1 if case.tokens > 1024 else case.page_size)
     pages = 1 + int(place.max()) // case.page_size
     place = jnp.asarray(np.random.default_rng(0).permutation(pages)[place // case.page_size] + 1, jnp.int32)
-    arrays |= dict(kv_page=place, kv_offset=jnp.arange(case.tokens, dtype=jnp.int32) % case.page_size)
+    offset = jnp.arange(case.tokens, dtype=jnp.int32) % case.page_size
+    arrays["indices"] = PageIndices(layer=0, page=place, offset=offset)
     shape = LAYERS, pages + 1, case.page_size, case.kv_heads, case.dim
     return dict(keys=jnp.zeros(shape, case.dtype), values=jnp.zeros(shape, case.dtype)), arrays
 
 
-def turn(pools: Arrays, arrays: Arrays, **options: Any) -> tuple[Arrays, list[jax.Array]]:
+def turn(pools: Arrays, arrays: Arrays, run: Run) -> tuple[Arrays, list[jax.Array]]:
     """Calls the op once per layer. Returns the pools and the queries of each layer. `pools` is donated."""
-    shared = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
+    shared = {name: arrays[name] for name in ("cos", "sin", "norms")}
     queries = []
     for layer in range(LAYERS):
         inputs = {name: arrays[name][layer] for name in ("q", "k", "v")}
-        out, *after = rotate_and_store(
-            **inputs, **shared, **pools, layer=layer, epsilon=EPSILON, offset=OFFSET, **options
-        )
+        indices = replace(arrays["indices"], layer=layer)
+        out, *after = rotate_and_store(**inputs, **shared, **pools, indices=indices, run=run)
         # Calls run one after the other, as in a model.
         pools, out = jax.lax.optimization_barrier((dict(zip(pools, after, strict=True)), out))
         queries.append(out)
@@ -85,12 +88,12 @@ def exact(array: jax.Array) -> np.ndarray:
 def sampled_error(case: Case, arrays: Arrays, pools: Arrays, queries: list[jax.Array]) -> float:
     """The largest of the relative errors of queries, keys and values of a sample of tokens in the last layer."""
     sample = np.unique(np.linspace(0, case.tokens - 1, SAMPLES).astype(int))
-    place = LAYERS - 1, arrays["kv_page"][sample], arrays["kv_offset"][sample]
+    place = LAYERS - 1, arrays["indices"].page[sample], arrays["indices"].offset[sample]
 
     def wanted(name: str) -> np.ndarray:
         x = exact(arrays[name][-1][sample])[..., : case.dim]
         if name != "v" and case.is_normed:
-            scale = OFFSET + exact(arrays[f"{name}_weight"])
+            scale = OFFSET + exact(getattr(arrays["norms"], f"{name}_weight"))
             x = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPSILON) * scale
         if name != "v" and case.pairs:
             cos, sin = (exact(arrays[angle][sample])[:, None] for angle in ("cos", "sin"))
@@ -107,7 +110,7 @@ def tuned(case: Case) -> dict[str, dict[str, Any]]:
     """The configurations that `--tune` tries, by name."""
     dim = 1 << (case.dim - 1).bit_length()
     return {
-        f"h{heads}_w{warps}": dict(implementation="triton", config=Config(heads, warps))
+        f"h{heads}_w{warps}": dict(run=Run(implementation="triton", config=Config(heads, warps)))
         for heads in (1, 2, 4, 8, 16, 32)
         for warps in (1, 2, 4, 8)
         if heads <= case.heads and 2 <= heads * dim // (32 * warps) <= 64

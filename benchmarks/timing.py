@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import state_copy
+from pallas_kernels import Run, state_copy
 
 
 def kernel_times(launch: Callable[[], Any]) -> list[tuple[str, float]]:
@@ -77,7 +77,8 @@ def _pallas_copy_bandwidth(turns: int = 12) -> float:
 
     def run():
         pool = jnp.arange(3 * size, dtype=jnp.int32).astype(jnp.float32).reshape(1, 3, size // 1024, 1024)
-        step = lambda i, pool: state_copy(pool, jnp.array([1]), jnp.array([2]), implementation="triton")
+        triton = Run(implementation="triton")
+        step = lambda i, pool: state_copy(pool, jnp.array([1]), jnp.array([2]), run=triton)
         return jax.lax.fori_loop(0, turns, step, pool)[0, 2, 0]
 
     run = jax.jit(run)

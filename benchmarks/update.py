@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from benchmarks.kernel_benchmark import (
 )
 from pallas_kernels import (
     NULL_BLOCK,
+    BoundaryWindow,
+    Rows,
+    Run,
     causal_conv1d_update,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
@@ -45,8 +49,8 @@ def copy_benchmark(case: state_copy_cases.Case) -> KernelBenchmark:
     def step(turn, pools, *, implementation, config=None):
         plan = read[turn % len(read)], write[turn % len(read)]
         plans = [(*plan, offset) if len(state) == 2 else plan for state, _ in case.states]
-        options = dict(implementation=implementation, config=config)
-        return tuple(state_copy(pool, *plan, **options) for pool, plan in zip(pools, plans, strict=True))
+        run = Run(implementation=implementation, config=config)
+        return tuple(state_copy(pool, *plan, run=run) for pool, plan in zip(pools, plans, strict=True))
 
     return KernelBenchmark(
         case=case,
@@ -78,11 +82,12 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
 
     def step(turn, carry, **options):
         block = blocks[turn % len(blocks), :, 0]
-        indices = loc, block, window_row, block
+        where = Rows(query_start_loc=loc, layer=0, window_read=block, window_row=window_row, write=block[:, None])
         if case.boundaries is not None:
             keeps = jnp.arange(rows) < case.boundaries
-            indices += window_row, jnp.where(keeps, blocks[turn % len(blocks), :, 1], NULL_BLOCK)
-        y, pool = causal_conv1d_update(x, carry[0], 0, weight, None, *indices, layout=case.layout, **options)
+            kept = jnp.where(keeps, blocks[turn % len(blocks), :, 1], NULL_BLOCK)
+            where = replace(where, boundary=BoundaryWindow(row=window_row, block=kept))
+        y, pool = causal_conv1d_update(x, carry[0], weight, None, where, layout=case.layout, run=Run(**options))
         return pool, y
 
     return KernelBenchmark(
@@ -126,8 +131,8 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
 
     def step(turn, carry, **options):
         write = blocks[turn % len(blocks)]
-        indices = dict(query_start_loc=loc, read_block=write[:, 0], write_blocks=write)
-        out, pool = op(**inputs, pool=carry[0], layer=0, **indices, layout=case.layout, **options)
+        where = Rows(query_start_loc=loc, layer=0, read=write[:, 0], write=write)
+        out, pool = op(**inputs, pool=carry[0], rows=where, layout=case.layout, run=Run(**options))
         return pool, out
 
     return KernelBenchmark(
@@ -169,8 +174,8 @@ def state_space_benchmark(case: selective_state_update_cases.Case) -> KernelBenc
 
     def step(turn, carry, **options):
         block = blocks[turn % len(blocks)]
-        indices = dict(query_start_loc=loc, read_block=block[:, 0], write_blocks=block[:, 1:])
-        out, pool = selective_state_update(**inputs, pool=carry[0], layer=0, **indices, **options)
+        rows = Rows(layer=0, query_start_loc=loc, read=block[:, 0], write=block[:, 1:])
+        out, pool = selective_state_update(**inputs, pool=carry[0], rows=rows, run=Run(**options))
         return pool, out
 
     return KernelBenchmark(

@@ -32,29 +32,20 @@ class GatedDeltaNet:
 
     def __call__(self, x, at, *pools):
         """Runs a step's packed tokens [tokens, hidden]. `at` says where this layer is in this step."""
-        w, layer = self.weights, at.layer
+        w = self.weights
 
         def decode(rows, qkv, a, b, conv, recurrent):
             """Runs decode and verify rows token by token, and keeps a state after each token."""
-            loc, write = rows.query_start_loc, rows.write
-            qkv, conv = pk.causal_conv1d_update(
-                qkv, conv, layer, w["conv"], None, loc, rows.conv_read, rows.window_row, write[:, 0]
-            )
-            gates = a, b, w["A_log"], w["dt_bias"]
-            out, recurrent = pk.gated_delta_rule_update(qkv, *gates, recurrent, layer, loc, rows.recurrent_read, write)
+            qkv, conv = pk.causal_conv1d_update(qkv, conv, w["conv"], None, rows)
+            out, recurrent = pk.gated_delta_rule_update(qkv, a, b, w["A_log"], w["dt_bias"], recurrent, rows)
             return out, conv, recurrent
 
         def prefill(rows, qkv, a, b, conv, recurrent):
             """Runs prefill rows chunk by chunk, and keeps one state, after the last token of each row."""
-            loc, write = rows.query_start_loc, rows.write[:, 0]
-            qkv, conv = pk.causal_conv1d_prefill(
-                qkv, conv, layer, w["conv"], None, loc, rows.conv_read, rows.window_row, write
-            )
+            qkv, conv = pk.causal_conv1d_prefill(qkv, conv, w["conv"], None, rows)
             q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
             g, beta = pk.gated_delta_rule_gates(a, b, w["A_log"], w["dt_bias"])
-            out, recurrent = pk.gated_delta_rule_prefill(
-                q, k, v, g, beta, recurrent, layer, loc, at.chunks, rows.recurrent_read, write
-            )
+            out, recurrent = pk.gated_delta_rule_prefill(q, k, v, g, beta, recurrent, rows)
             return out, conv, recurrent
 
         return at.apply(decode, prefill, (x @ w["qkv"], x @ w["a"], x @ w["b"]), pools)

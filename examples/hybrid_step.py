@@ -44,16 +44,10 @@ class Attention:
         q, k, v = ((x @ self.weights[name]).reshape(-1, HEADS, DIM) for name in ("q", "k", "v"))
         keys, values = (pages.put(pool, at.layer, new) for pool, new in zip(pools, (k, v), strict=True))
 
-        def attend(slots, max_query_tokens):
-            return lambda rows, q: (
-                pk.paged_attention(
-                    *(q, keys, values, at.layer, rows.query_start_loc, rows.num_computed_tokens, pages.page_tables),
-                    slots=slots,
-                    max_query_tokens=max_query_tokens,
-                ),
-            )
+        def attend(slots):
+            return lambda rows, q: (pk.paged_attention(q, keys, values, rows, pages.page_tables, slots=slots),)
 
-        (out,) = at.apply(attend(pages.slots[:split], 1 + K), attend(pages.slots[split:], None), (q,), ())
+        (out,) = at.apply(attend(pages.slots[:split]), attend(pages.slots[split:]), (q,), ())
         return out, keys, values
 
 

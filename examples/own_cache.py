@@ -115,25 +115,15 @@ class Mixer:
         weights = dict(D=self.block.D[...], dt_bias=self.block.dt_bias[...])
 
         def decode(rows, xBC, dt, conv, recurrent):
-            loc, write = rows.query_start_loc, rows.write
-            xBC, conv = pk.causal_conv1d_update(
-                xBC, conv, at.layer, taps, None, loc, rows.conv_read, rows.window_row, write[:, 0]
-            )
+            xBC, conv = pk.causal_conv1d_update(xBC, conv, taps, None, rows)
             x, B, C = parts(xBC)
-            y, recurrent = pk.selective_state_update(
-                x, dt, A, B, C, recurrent, at.layer, loc, rows.recurrent_read, write, **weights
-            )
+            y, recurrent = pk.selective_state_update(x, dt, A, B, C, recurrent, rows, **weights)
             return y, conv, recurrent
 
         def prefill(rows, xBC, dt, conv, recurrent):
-            loc, write = rows.query_start_loc, rows.write[:, 0]
-            xBC, conv = pk.causal_conv1d_prefill(
-                xBC, conv, at.layer, taps, None, loc, rows.conv_read, rows.window_row, write
-            )
+            xBC, conv = pk.causal_conv1d_prefill(xBC, conv, taps, None, rows)
             x, B, C = parts(xBC)
-            y, recurrent = pk.ssd(
-                x, dt, A, B, C, recurrent, at.layer, loc, at.chunks, rows.recurrent_read, write, **weights
-            )
+            y, recurrent = pk.ssd(x, dt, A, B, C, recurrent, rows, **weights)
             return y, conv, recurrent
 
         y, *pools = at.apply(decode, prefill, tuple(jnp.split(x, [CHANNELS], axis=1)), pools)

@@ -155,7 +155,7 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
     length = tokens.shape[1]
     none, one = jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32)
     rows = lambda loc, row: Rows(
-        query_start_loc=loc, num_computed_tokens=row, recurrent_read=row[None], conv_read=row[None], window_row=row,
+        query_start_loc=loc, num_computed_tokens=row, read=row[None], window_read=row[None], window_row=row,
         write=row[None, :, None],
     )  # fmt: skip
     prefill = rows(jnp.array([0, length], jnp.int32), one)

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from mamba_align_jax.metadata.interior import interior_boundaries as interior_boundaries
     from mamba_align_jax.metadata.layer_step import LayerStep as LayerStep
     from mamba_align_jax.metadata.layer_step import TokenPages as TokenPages
-    from mamba_align_jax.metadata.rows import LayerRows as LayerRows
     from mamba_align_jax.metadata.rows import Rows as Rows
     from mamba_align_jax.metadata.rows import RowSplit as RowSplit
     from mamba_align_jax.metadata.rows import split_rows as split_rows
@@ -89,7 +88,6 @@ _PUBLIC = {
     "begin_step": "align.step",
     "finish_step": "align.step",
     "migrate": "align.step",
-    "LayerRows": "metadata.rows",
     "LayerStep": "metadata.layer_step",
     "Mixer": "layers.mixer",
     "Rows": "metadata.rows",

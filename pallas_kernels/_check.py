@@ -1,12 +1,13 @@
 """Checks shapes and dtypes of arguments against their jaxtyping annotations, and raises ValueError if they differ."""
 
+import dataclasses
 import functools
 import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,10 @@ from jaxtyping import AbstractArray, jaxtyped
 P = ParamSpec("P")
 R = TypeVar("R")
 _INT32 = np.iinfo(np.int32)
+
+
+class Arguments:
+    """The base of dataclasses that group arguments of ops. `checked` checks their fields as it checks arguments."""
 
 
 class _Contract(NamedTuple):
@@ -87,20 +92,73 @@ def _describe(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _with_axis(contracts: dict[str, _Contract], axis: str) -> Iterator[str]:
-    """Yields the arguments whose arrays have `axis` as their first axis."""
-    for name, contract in contracts.items():
-        if any(array.dim_str.split()[:1] == [axis] for array in contract.arrays):
-            yield name
+@functools.cache
+def _contracts_of(cls: type[Arguments]) -> dict[str, _Contract]:
+    """Returns the contracts of the fields of a dataclass. A field whose default is None may be None."""
+    found = {}
+    for field in dataclasses.fields(cast(Any, cls)):
+        contract = _Contract.of(field.type)
+        if contract is not None:
+            is_optional = field.default is None and types.NoneType not in contract.others
+            found[field.name] = (
+                contract._replace(others=(*contract.others, types.NoneType)) if is_optional else contract
+            )
+    return found
+
+
+class _Call:
+    """The arguments of one call of an op, as they are checked.
+
+    Attributes:
+        op: The op's name.
+        kept: Each argument, and each field of a group of arguments, by its name in messages: its contract and its value.
+    """
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.kept: dict[str, tuple[_Contract, Any]] = {}
+
+    def check(self, name: str, contract: _Contract, value: Any) -> Any:
+        """Returns a value that keeps its contract, and whose fields do if it groups arguments: see `_Contract.kept`."""
+        value = contract.kept(self.op, name, value)
+        if isinstance(value, Arguments):
+            of_fields = _contracts_of(type(value)).items()
+            given = {field: getattr(value, field) for field, _ in of_fields}
+            kept = {field: self.check(f"{name}.{field}", wanted, given[field]) for field, wanted in of_fields}
+            if any(kept[field] is not given[field] for field in kept):
+                value = dataclasses.replace(cast(Any, value), **kept)
+        self.kept[name] = contract, value
+        return value
+
+    def with_axis(self, axis: str) -> str | None:
+        """Returns the first argument that is an array and whose contract has `axis` as its first axis; None without one."""
+        for name, (contract, value) in self.kept.items():
+            if hasattr(value, "shape") and any(array.dim_str.split()[:1] == [axis] for array in contract.arrays):
+                return name
+        return None
+
+    def check_relations(self) -> None:
+        """Checks what `checked` says of the axes "rows" and "layers"."""
+        rows, bounds, pool = map(self.with_axis, ("rows", "rows_plus_1", "layers"))
+        if rows and bounds:
+            wanted, got = self.kept[rows][1].shape[0] + 1, self.kept[bounds][1].shape[0]
+            message = f"{bounds} must have {wanted} entries, one more than {rows} has rows, got {got}"
+            require(got == wanted, f"{self.op}: {message}")
+        if pool:
+            shape = list(self.kept[pool][1].shape)
+            require(0 not in shape, f"{self.op}: {pool} must have no axis of length 0, got {shape}")
+            for name, (_, value) in self.kept.items():
+                if name.rpartition(".")[2] == "layer":
+                    check_layer(self.op, value, shape[0], name)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Makes `function` check its arguments against their annotations: arrays by jaxtyping's, others by their classes.
 
-    An axis name means the same size in all arguments of one call. The axis "rows_plus_1" has one entry more than the axis
-    "rows", and an argument `layer` that is known is one of the "layers". The check reads shapes and dtypes only, so it
-    works on tracers, and a jitted caller pays for it at trace time only. NumPy arrays are taken in place of JAX arrays, and
-    those without axes in place of whole numbers.
+    The fields of a dataclass of `Arguments` are checked as arguments are. An axis name means the same size in all arguments
+    of one call. The axis "rows_plus_1" has one entry more than the axis "rows", and a `layer` that is known is one of the
+    "layers". The check reads shapes and dtypes only, so it works on tracers, and a jitted caller pays for it at trace time
+    only. NumPy arrays are taken in place of JAX arrays, and those without axes in place of whole numbers.
 
     Raises:
         ValueError: from a call, if an argument breaks its annotation. The text names the argument, what the annotation
@@ -109,25 +167,16 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     signature = inspect.signature(function)
     contracts = {name: _Contract.of(parameter.annotation) for name, parameter in signature.parameters.items()}
     contracts = {name: contract for name, contract in contracts.items() if contract is not None}
-    rows, bounds = next(_with_axis(contracts, "rows"), None), next(_with_axis(contracts, "rows_plus_1"), None)
-    pool = next(_with_axis(contracts, "layers"), None)
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
+        call, given = _Call(function.__name__), bound.arguments
         with jaxtyped("context"):
             for name, contract in contracts.items():
                 if name in given:
-                    given[name] = contract.kept(function.__name__, name, given[name])
-        if rows and bounds:
-            wanted, got = given[rows].shape[0] + 1, given[bounds].shape[0]
-            message = f"{bounds} must have {wanted} entries, one more than {rows} has rows, got {got}"
-            require(got == wanted, f"{function.__name__}: {message}")
-        if pool:
-            shape = list(given[pool].shape)
-            require(0 not in shape, f"{function.__name__}: {pool} must have no axis of length 0, got {shape}")
-            check_layer(function.__name__, given.get("layer"), shape[0])
+                    given[name] = call.check(name, contract, given[name])
+        call.check_relations()
         return function(*bound.args, **bound.kwargs)
 
     return wrapper
@@ -150,10 +199,10 @@ def check_argument(name: str, argument: str, value: Any, annotation: Any) -> Any
     return contract.kept(name, argument, value)
 
 
-def check_layer(name: str, layer: Any, layers: int) -> None:
+def check_layer(name: str, layer: Any, layers: int, argument: str = "layer") -> None:
     """Raises ValueError, in the name of op `name`, if a layer that is known is none of a pool's `layers`."""
     if isinstance(layer, int):
-        require(0 <= layer < layers, f"{name}: layer must be in [0, {layers}), got {layer}")
+        require(0 <= layer < layers, f"{name}: {argument} must be in [0, {layers}), got {layer}")
 
 
 def check_layout(name: str, layout: str, layouts: Any) -> None:
@@ -213,37 +262,15 @@ def sizes_of(name: str, parts: Any, total: int) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def check_together(name: str, **arguments: jax.Array | None) -> None:
-    """Raises ValueError, in the name of op `name`, if some of these optional arguments are given and others are not."""
-    given = [argument for argument, value in arguments.items() if value is not None]
-    together = " and ".join(arguments)
-    require(
-        len(given) in (0, len(arguments)), f"{name}: {together} must be given together, got only {', '.join(given)}"
-    )
-
-
-def checkpoints_of(
-    name: str, checkpoint_offset: jax.Array | None, checkpoint_block: jax.Array | None
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the checkpoints of the rows of op `name`, each [rows, checkpoints], or None for no checkpoints.
-
-    Raises:
-        ValueError: only one of the two is given.
-    """
-    check_together(name, checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
-    has_none = checkpoint_offset is not None and checkpoint_offset.shape[1] == 0
-    return (None, None) if has_none else (checkpoint_offset, checkpoint_block)
-
-
 def check_ring(name: str, ring: str, places: int, max_query_tokens: int) -> None:
     """Raises ValueError, in the name of op `name`, unless rings of so many `places` suffice for rows of so many tokens."""
     require(
         places >= 2 and places % 2 == 0,
         f"{name}: {ring} must have two places for each token of a group, an even number of them, got {places}",
     )
-    require(max_query_tokens >= 1, f"{name}: max_query_tokens must be at least 1, got {max_query_tokens}")
+    require(max_query_tokens >= 1, f"{name}: rows.max_query_tokens must be at least 1, got {max_query_tokens}")
     require(
         2 * max_query_tokens - 2 < places // 2,
-        f"{name}: max_query_tokens must be at most {(places // 2 + 1) // 2} for groups of {places // 2} tokens "
+        f"{name}: rows.max_query_tokens must be at most {(places // 2 + 1) // 2} for groups of {places // 2} tokens "
         f"(2 * max_query_tokens - 2 < {places // 2}), got {max_query_tokens}",
     )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import NULL_BLOCK, read_blocks, write_blocks
+from pallas_kernels.rows import Rows
 
 Rings = tuple[jax.Array, ...]
 
@@ -14,8 +15,7 @@ Rings = tuple[jax.Array, ...]
 def run_rows(
     fold: Callable[..., jax.Array],
     advance: Callable[..., tuple[jax.Array, Rings]],
-    layer: jax.Array,
-    where: tuple[jax.Array, ...],
+    rows: Rows,
     length: int,
     out: jax.Array,
     pool: jax.Array,
@@ -28,8 +28,7 @@ def run_rows(
             fold(state, rings, slot, base).
         advance: Runs one token at `position`, which is in base's group, and stores its entry:
             advance(token, slot, base, position, state, out, rings) returns the outputs and the rings.
-        layer: The layer.
-        where: query_start_loc, slot, base, position, read_block and fold_block of the op.
+        rows: The rows.
         length: The number of tokens of a group.
         out: The outputs, zeros.
         pool: The pool.
@@ -38,7 +37,8 @@ def run_rows(
     Returns:
         The outputs, the pool and the rings.
     """
-    query_start_loc, slot, base, position, read_block, fold_block = where
+    query_start_loc, layer, position, read_block = rows.query_start_loc, rows.layer, rows.num_computed_tokens, rows.read
+    slot, base, fold_block = rows.fold.slot, rows.fold.base, rows.fold.block
 
     def run_row(row, carry):
         out, pool, rings = carry

@@ -5,37 +5,34 @@ need packages that are not installed with JAX (in JAX 0.10 absl), and takes time
 """
 
 import importlib
-from typing import Any
 
 import jax
 
-from pallas_kernels.dispatch import warn_once
+from pallas_kernels.dispatch import Run, warn_once
 
 HOPPER = "9.0"  # the compute capability for which the tensor cores' instructions are written
 OLDEST_JAX = (0, 11, 2)
 
 
-def unavailable(implementation: str | None, config: Any, interpret: bool) -> str | None:
+def unavailable(run: Run) -> str | None:
     """Returns why kernels of this lowering cannot be taken, or None. It may start JAX's backends.
 
     If nothing else is in the way, it imports Mosaic GPU. An import that fails is a reason as well, and if no implementation
     is named, it is logged once.
 
     Args:
-        implementation: The implementation that the caller names, or None. A kernel that is named may be lowered for
-            another device than JAX's default one.
-        config: The launch configuration that the caller gives, which only Triton kernels have, or None.
-        interpret: Whether the caller wants the kernel's body to run as plain JAX, which only Triton kernels can.
+        run: How the caller wants the op to run. A kernel that is named may be lowered for another device than JAX's default
+            one. Only Triton kernels have configurations, and only they can run as plain JAX.
     """
-    if implementation in ("xla", "triton"):
+    if run.implementation in ("xla", "triton"):
         return "another implementation is named"
     if jax.__version_info__ < OLDEST_JAX:
         return f"Mosaic GPU kernels need JAX {'.'.join(map(str, OLDEST_JAX))} or newer, got {jax.__version__}"
-    if config is not None:
+    if run.config is not None:
         return "a configuration of the Triton kernel is given"
-    if interpret:
+    if run.interpret:
         return "the kernels cannot be interpreted"
-    if implementation is None:
+    if run.implementation is None:
         if jax.default_backend() != "gpu":
             return "there is no GPU"
         found = getattr(jax.devices()[0], "compute_capability", None)
@@ -45,7 +42,7 @@ def unavailable(implementation: str | None, config: Any, interpret: bool) -> str
         importlib.import_module("pallas_kernels.hopper")
     except (ImportError, AttributeError) as error:
         reason = f"JAX's Mosaic GPU cannot be imported: {error}"
-        if implementation is None:
+        if run.implementation is None:
             warn_once(f"no Mosaic GPU kernel can run, and Triton's run instead: {reason}")
         return reason
     return None

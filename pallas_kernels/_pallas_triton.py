@@ -152,7 +152,7 @@ def call(
     *,
     name: str,
     grid: tuple[int, ...],
-    inputs: Mapping[str, jax.Array | None],
+    inputs: Mapping[str, Any],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     updates: Mapping[str, jax.Array],
     num_warps: int,

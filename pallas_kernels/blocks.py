@@ -27,7 +27,7 @@ def per_row(condition: jax.Array, like: jax.Array) -> jax.Array:
     return condition.reshape(condition.shape + (1,) * (like.ndim - condition.ndim))
 
 
-def read_blocks(pool: jax.Array, layer: jax.Array, block: jax.Array) -> jax.Array:
+def read_blocks(pool: jax.Array, layer: int | jax.Array, block: jax.Array) -> jax.Array:
     """Reads blocks of one layer of a pool, in float32.
 
     Args:
@@ -42,7 +42,7 @@ def read_blocks(pool: jax.Array, layer: jax.Array, block: jax.Array) -> jax.Arra
     return jnp.where(per_row(block != NULL_BLOCK, states), states, 0.0)
 
 
-def write_blocks(pool: jax.Array, layer: jax.Array, block: jax.Array, states: jax.Array) -> jax.Array:
+def write_blocks(pool: jax.Array, layer: int | jax.Array, block: jax.Array, states: jax.Array) -> jax.Array:
     """Writes states to blocks of one layer of a pool and returns the new pool.
 
     Args:
@@ -55,29 +55,8 @@ def write_blocks(pool: jax.Array, layer: jax.Array, block: jax.Array, states: ja
     return pool.at[layer, target].set(states.astype(pool.dtype), mode="drop")
 
 
-def places_to_keep(
-    query_start_loc: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None,
-    checkpoint_block: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Lists the states that a prefill keeps: after how many tokens of each row, and in which block.
-
-    The final state is treated as one more checkpoint, at the row's end. A row without tokens keeps nothing.
-
-    Returns:
-        Offsets and blocks, each int32 [rows, checkpoints + 1].
-    """
-    length = jnp.diff(query_start_loc)[:, None]
-    offset, block = length, write_block[:, None]
-    if checkpoint_offset is not None and checkpoint_block is not None:
-        offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
-        block = jnp.concatenate([checkpoint_block, block], axis=1)
-    return offset, jnp.where(length > 0, block, NULL_BLOCK)
-
-
-def write_kept(pool: jax.Array, layer: jax.Array, block: jax.Array, kept: jax.Array) -> jax.Array:
-    """Writes the states [rows, places, ...] to the blocks [rows, places] that `places_to_keep` returned."""
+def write_kept(pool: jax.Array, layer: int | jax.Array, block: jax.Array, kept: jax.Array) -> jax.Array:
+    """Writes the states [rows, places, ...] to the blocks [rows, places]: see `rows.kept_states`."""
     for n in range(block.shape[1]):
         pool = write_blocks(pool, layer, block[:, n], kept[:, n])
     return pool

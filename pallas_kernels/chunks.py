@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from pallas_kernels._check import checked, checkpoints_of, require
+from pallas_kernels._check import checked, require
 from pallas_kernels.blocks import per_row
 
 CHUNK_SIZE = 64
@@ -108,28 +108,15 @@ def _cut(xp: ModuleType, query_start_loc: Any, num_computed_tokens: Any, chunk_s
 _cut_on_device = jax.jit(functools.partial(_cut, jnp), static_argnums=(2, 3))
 
 
-def check_prefill(
-    name: str,
-    tokens: jax.Array,
-    read_block: jax.Array,
-    chunks: Chunks,
-    checkpoint_offset: jax.Array | None,
-    checkpoint_block: jax.Array | None,
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Checks the arguments that all chunked prefill ops share. Returns the checkpoints: see `checkpoints_of`.
-
-    Raises:
-        ValueError: in the name of op `name`, if `chunks` was made for other rows or tokens, or if only one of the two
-            checkpoint arguments is given.
-    """
-    rows, bound = read_block.shape[0], max_chunks(tokens.shape[0], read_block.shape[0], chunks.chunk_size)
+def check_chunks(name: str, chunks: Chunks, num_rows: int, num_tokens: int) -> None:
+    """Raises ValueError, in the name of op `name`, unless `chunks` was made for so many rows in so many tokens."""
+    bound = max_chunks(num_tokens, num_rows, chunks.chunk_size)
     came = chunks.first_chunk_indices.shape[0], chunks.seq_idx.shape[0]
     require(
-        came == (rows, bound),
-        f"{name}: chunks must be chunk_rows of {rows} rows in {tokens.shape[0]} tokens ({bound} chunks), "
+        came == (num_rows, bound),
+        f"{name}: rows.chunks must be chunk_rows of {num_rows} rows in {num_tokens} tokens ({bound} chunks), "
         f"got {came[0]} rows and {came[1]} chunks",
     )
-    return checkpoints_of(name, checkpoint_offset, checkpoint_block)
 
 
 class Span(NamedTuple):

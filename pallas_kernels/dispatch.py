@@ -3,13 +3,47 @@
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 Implementation = Literal["xla", "triton", "mosaic_gpu"]
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How an op runs. The default is the fastest implementation that can run the arguments.
+
+    Attributes:
+        implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA, and
+            otherwise the first of Mosaic GPU, Triton and XLA that can run the arguments.
+        config: Launch configuration of the op's Triton kernel, which has a class of its own for each kernel. None selects
+            the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+    """
+
+    implementation: Implementation | None = None
+    config: Any = None
+    interpret: bool = False
+
+    def checked(self, op: str, config: type | None) -> "Run":
+        """Returns itself, for op `op`, whose launch configurations are of the class `config`; None if it has none.
+
+        Raises:
+            ValueError: The configuration is of another class, or a field is none of its values.
+        """
+        if self.implementation not in (*get_args(Implementation), None):
+            names = "'xla', 'triton', 'mosaic_gpu' or None"
+            raise ValueError(f"{op}: run.implementation must be {names}, got {self.implementation!r}")
+        if not isinstance(self.interpret, bool):
+            raise ValueError(f"{op}: run.interpret must be bool, got {self.interpret!r}")
+        if self.config is not None and not (config and isinstance(self.config, config)):
+            wanted = f"{config.__name__} or None" if config else "None"
+            raise ValueError(f"{op}: run.config must be {wanted}, got {self.config!r}")
+        return self
 
 
 class UnsupportedError(NotImplementedError):

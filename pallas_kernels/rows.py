@@ -1,12 +1,155 @@
-"""Packed rows: finds the row that each token belongs to."""
+"""The packed rows of an op's call: whose tokens they are, and which blocks of which layer they read and write."""
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
+
+from pallas_kernels._check import Arguments, require
+from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.chunks import Chunks
+
+# The default of fields that are None unless they are given. An op names the fields that it needs, and finds them there.
+_ABSENT: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RowCheckpoints(Arguments):
+    """The states inside prefill rows that are kept, beside the state after each row's last token.
+
+    Attributes:
+        offset: Numbers of tokens of the row after which its state is kept, in ascending order.
+        block: The block that receives each of these states. NULL_BLOCK means no checkpoint, whatever its offset is. It may
+            be the row's own read block.
+    """
+
+    offset: Int32[Array, "rows checkpoints"]
+    block: Int32[Array, "rows checkpoints"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class BoundaryWindow(Arguments):
+    """The convolution window of a boundary that each row has passed, which is kept beside the row's new window.
+
+    Attributes:
+        row: The first row of that window in the block `Rows.window_read`.
+        block: The block that receives it. NULL_BLOCK means no boundary, whatever `row` is. It may be the row's own read
+            block, and must not be the block that receives the row's new window.
+    """
+
+    row: Int32[Array, " rows"]
+    block: Int32[Array, " rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Fold(Arguments):
+    """What decode and verify rows do with deferred states.
+
+    Attributes:
+        slot: The slot of each row, whose ring it reads and writes. Two rows with tokens have different slots.
+        base: The number of tokens that the state in the block `Rows.read` has read.
+        block: The block that receives the state at the end of base's group of tokens, if the row's position has reached it.
+            NULL_BLOCK skips the write. It may be the row's own read block.
+    """
+
+    slot: Int32[Array, " rows"]
+    base: Int32[Array, " rows"]
+    block: Int32[Array, " rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rows(Arguments):
+    """The packed rows of a call: whose tokens they are, and which blocks of which layer they read and write.
+
+    An op reads the fields that its docstring names, and refuses rows in which one of them is None. Rows of several groups
+    of layers have arrays of blocks with an axis of groups in front; `of_group` gives the rows of one group, which ops take.
+
+    Attributes:
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat that
+            entry.
+        layer: The layer whose blocks are read and written. None in rows of several groups.
+        num_computed_tokens: Position of each row's first token in its sequence.
+        read: The block that holds each row's recurrent state. NULL_BLOCK (0) reads as zeros.
+        window_read: The block that holds each row's convolution window. NULL_BLOCK reads as zeros.
+        window_row: The first row of that window in its block.
+        write: The blocks that each row writes. An op that keeps a state after each token writes the state after token t of
+            row r to write[r, t], and a row has at most `writes` tokens. Other ops write what they keep at a row's end to
+            write[r, 0]. NULL_BLOCK skips the write. A block may be one that the row reads.
+        checkpoints: The states inside prefill rows that are kept; None for none.
+        boundary: The windows of boundaries that decode and verify rows have passed; None for none.
+        fold: What decode and verify rows do with deferred states. None without deferred states.
+        chunks: The rows cut into chunks by `chunk_rows`, which the ops for prefill rows take.
+        max_query_tokens: The largest number of tokens of any row. None if it is not known. Static.
+    """
+
+    query_start_loc: Int32[Array, " rows_plus_1"]
+    layer: int | Int32[Array, ""] = _ABSENT
+    num_computed_tokens: Int32[Array, " rows"] = _ABSENT
+    read: Int32[Array, " rows"] = _ABSENT
+    window_read: Int32[Array, " rows"] = _ABSENT
+    window_row: Int32[Array, " rows"] = _ABSENT
+    write: Int32[Array, "rows writes"] = _ABSENT
+    checkpoints: RowCheckpoints | None = None
+    boundary: BoundaryWindow | None = None
+    fold: Fold = _ABSENT
+    chunks: Chunks = _ABSENT
+    max_query_tokens: int = field(default=_ABSENT, metadata=dict(static=True))
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows, padding rows included."""
+        return self.query_start_loc.shape[0] - 1
+
+    @property
+    def checkpoint_inputs(self) -> dict[str, jax.Array | None]:
+        """The checkpoints by the names that kernels give them; None without checkpoints."""
+        if self.checkpoints is None:
+            return dict(checkpoint_offset=None, checkpoint_block=None)
+        return dict(checkpoint_offset=self.checkpoints.offset, checkpoint_block=self.checkpoints.block)
+
+    def of_group(self, group: int, layer: int | jax.Array) -> "Rows":
+        """Returns the rows with their blocks of one group of layers, for one of its layers."""
+        at = lambda blocks: None if blocks is None else blocks[group]
+        inside = lambda value: None if value is None else replace(value, block=value.block[group])
+        return replace(
+            self,
+            layer=layer,
+            read=at(self.read),
+            window_read=at(self.window_read),
+            write=at(self.write),
+            checkpoints=inside(self.checkpoints),
+            boundary=inside(self.boundary),
+            fold=inside(self.fold),
+        )
+
+    def having(self, op: str, *required: str, optional: Sequence[str] = ()) -> "Rows":
+        """Returns the rows with the fields that an op reads, beside layer and query_start_loc. The others become None.
+
+        So arrays that the op does not read are no operands of its program. Checkpoints of no columns become None.
+
+        Args:
+            op: The op's name, for messages.
+            required: Fields that the op must have.
+            optional: Fields that may be None.
+
+        Raises:
+            ValueError: A required field is None.
+        """
+        for name in ("layer", *required):
+            require(getattr(self, name) is not None, f"{op}: rows.{name} must be given, got None")
+        kept = {name: getattr(self, name) for name in (*required, *optional)}
+        points = kept.get("checkpoints")
+        if points is not None and points.offset.shape[1] == 0:
+            kept["checkpoints"] = None
+        return Rows(layer=jnp.int32(self.layer), query_start_loc=self.query_start_loc, **kept)
 
 
 def cut_columns(x: jax.Array, sizes: Sequence[int]) -> tuple[jax.Array, ...]:
@@ -41,3 +184,19 @@ def token_rows(query_start_loc: jax.Array, num_tokens: int) -> TokenRows:
     row = jnp.minimum(row, query_start_loc.shape[0] - 2)
     valid = (token >= query_start_loc[0]) & (token < query_start_loc[-1])
     return TokenRows(row, token - query_start_loc[row], valid)
+
+
+def kept_states(rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """Lists the states that a prefill keeps: after how many tokens of each row, and in which block.
+
+    The final state is treated as one more checkpoint, at the row's end. A row without tokens keeps nothing.
+
+    Returns:
+        Offsets and blocks, each int32 [rows, checkpoints + 1].
+    """
+    length = jnp.diff(rows.query_start_loc)[:, None]
+    offset, block = length, rows.write[:, :1]
+    if rows.checkpoints is not None:
+        offset = jnp.concatenate([rows.checkpoints.offset, offset], axis=1)
+        block = jnp.concatenate([rows.checkpoints.block, block], axis=1)
+    return offset, jnp.where(length > 0, block, NULL_BLOCK)

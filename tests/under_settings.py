@@ -4,6 +4,7 @@
 settings from the start, as a program that imports this library may have them. FILE gets the results of each part by name.
 """
 
+import dataclasses
 import functools
 import json
 import sys
@@ -27,64 +28,87 @@ def run_ops(implementation):
     x, weight, loc = array(6, CHANNELS), array(4, CHANNELS), ints(0, 1, 6)
     conv, recurrent = array(1, 6, 5, CHANNELS), array(1, 6, HEADS, DIM, DIM)
     a, b, A_log, dt_bias = array(6, HEADS), array(6, HEADS), array(HEADS), array(HEADS)
-    rows = 0, weight, None, loc, ints(1, 0), ints(1, 0), ints(2, 3)
     how = dict(implementation="triton", interpret=True) if implementation == "interpret" else {}
+    run = pk.Run(**how)
     q, k, v = jnp.split(x.reshape(6, 3 * HEADS, DIM), 3, axis=1)
     g, beta = pk.gated_delta_rule_gates(a, b, A_log, dt_bias)
     rates = -jnp.abs(recurrent[0, 0])
-    states = recurrent, 0, loc, ints(1, 0), jnp.pad(ints(2, 3)[:, None], ((0, 0), (0, 4)))
     chunks = pk.chunk_rows(loc, ints(3, 0), 6, 16)  # short chunks make small programs
-    prefill = recurrent, 0, loc, chunks, ints(1, 0), ints(2, 3), ints(1, 0)[:, None], ints(4, 0)[:, None]
+    rows = pk.Rows(
+        query_start_loc=loc,
+        layer=0,
+        num_computed_tokens=ints(17, 14),  # a row folds, and one crosses a group's end
+        read=ints(1, 0),
+        window_read=ints(1, 0),
+        window_row=ints(1, 0),
+        write=jnp.pad(ints(2, 3)[:, None], ((0, 0), (0, 4))),
+        fold=pk.Fold(slot=ints(0, 1), base=ints(3, 0), block=ints(2, 3)),
+        chunks=chunks,
+        max_query_tokens=5,
+    )
+    short = dataclasses.replace(rows, query_start_loc=ints(0, 1, 3))
+    kept = pk.RowCheckpoints(offset=ints(1, 0)[:, None], block=ints(4, 0)[:, None])
+    of_prompts = dataclasses.replace(rows, checkpoints=kept)
+    of_windows = dataclasses.replace(
+        rows, checkpoints=pk.RowCheckpoints(offset=ints(0, 3)[:, None], block=ints(0, 4)[:, None])
+    )
     narrow = lambda *arrays: [x.astype(jnp.bfloat16) for x in arrays]
-    rings = array(1, 2, HEADS, 32, DIM), array(1, 2, HEADS, 32, DIM), -jnp.abs(array(1, 2, HEADS, 32))
-    deferred = 0, loc, ints(0, 1), ints(3, 0), ints(17, 14), ints(1, 0), ints(2, 3)  # folds, and crosses a group's end
-    of_mamba = (
+    k_and_u, decays = [array(1, 2, HEADS, 32, DIM) for _ in range(2)], -jnp.abs(array(1, 2, HEADS, 32))
+    ring = pk.DeltaRuleEntries(k=k_and_u[0], u=k_and_u[1], g=decays)
+    of_mamba = pk.Mamba2Entries(
         array(1, 2, HEADS, 32, DIM),
         array(1, 2, 1, 32, DIM),
         *(-jnp.abs(array(1, 2, HEADS, 32)) for _ in range(2)),
     )
     pages = array(1, 6, 4, HEADS, DIM)
-    attention = pages, pages, 0, loc, ints(3, 9), ints(1, 2, 3, 4, 5, 0).reshape(2, 3).repeat(2, axis=1)
+    table = ints(1, 2, 3, 4, 5, 0).reshape(2, 3).repeat(2, axis=1)
+    verify = dataclasses.replace(rows, num_computed_tokens=ints(3, 9))
+    prompts = dataclasses.replace(verify, max_query_tokens=None)
+    indices = pk.PageIndices(layer=0, page=ints(*range(6)), offset=ints(0, 1, 2, 3, 0, 1))
     up, down, logits = array(5, 2 * DIM, CHANNELS), array(5, CHANNELS, DIM), array(2, 6, 4)
-    chosen, shares = pk.choose_experts(logits, 2, bias=array(4), **how)
+    chosen, shares = pk.choose_experts(logits, pk.Routing(top_k=2), bias=array(4), run=run)
     chain = Case("any", ("norm", ("gated", 32), 24), 16, parts=(8, 16), dtype="float32")
     made = chain.arguments(lambda shape, dtype, deviation: (deviation * array(*shape)).astype(dtype), tokens=2)
     weights = jnp.exp(-jnp.abs(array(3, 100)))
     found = dict(
-        state_copy=pk.state_copy(recurrent, ints(1, 2), ints(3, 4), **how),
-        state_copy_of_windows=pk.state_copy(conv, ints(1, 2), ints(3, 2), ints(1, 2), **how),
-        causal_conv1d_update=pk.causal_conv1d_update(x[:3], conv, 0, weight, None, ints(0, 1, 3), *rows[4:], **how),
-        causal_conv1d_prefill=pk.causal_conv1d_prefill(x, conv, *rows, ints(0, 3)[:, None], ints(0, 4)[:, None], **how),
-        gated_delta_rule_update=pk.gated_delta_rule_update(x, a, b, A_log, dt_bias, *states, **how),
-        gated_delta_rule_recurrent=pk.gated_delta_rule_recurrent(q, k, v, -jnp.abs(k), beta, *states, **how),
-        gated_delta_rule_deferred=pk.gated_delta_rule_deferred(
-            x, a, b, A_log, dt_bias, recurrent, *rings, *deferred, max_query_tokens=5, **how
+        state_copy=pk.state_copy(recurrent, ints(1, 2), ints(3, 4), run=run),
+        state_copy_of_windows=pk.state_copy(conv, ints(1, 2), ints(3, 2), ints(1, 2), run=run),
+        causal_conv1d_update=pk.causal_conv1d_update(x[:3], conv, weight, None, short, run=run),
+        causal_conv1d_prefill=pk.causal_conv1d_prefill(x, conv, weight, None, of_windows, run=run),
+        gated_delta_rule_update=pk.gated_delta_rule_update(x, a, b, A_log, dt_bias, recurrent, rows, run=run),
+        gated_delta_rule_recurrent=pk.gated_delta_rule_recurrent(q, k, v, -jnp.abs(k), beta, recurrent, rows, run=run),
+        gated_delta_rule_deferred=pk.gated_delta_rule_deferred(x, a, b, A_log, dt_bias, recurrent, ring, rows, run=run),
+        gated_delta_rule_prefill=pk.gated_delta_rule_prefill(*narrow(q, k, v), g, beta, recurrent, of_prompts, run=run),
+        gated_delta_rule_prefill_per_channel=pk.gated_delta_rule_prefill(
+            q, k, v, -jnp.abs(k), beta, recurrent, of_prompts, run=run
         ),
-        gated_delta_rule_prefill=pk.gated_delta_rule_prefill(*narrow(q, k, v), g, beta, *prefill, **how),
-        gated_delta_rule_prefill_per_channel=pk.gated_delta_rule_prefill(q, k, v, -jnp.abs(k), beta, *prefill, **how),
         selective_state_update=pk.selective_state_update(
-            v, a, -jnp.exp(A_log), q, k, *states, D=dt_bias, z=k, dt_bias=dt_bias, **how
+            v, a, -jnp.exp(A_log), q, k, recurrent, rows, D=dt_bias, z=k, dt_bias=dt_bias, run=run
         ),
         selective_state_deferred=pk.selective_state_deferred(
-            x[:, : 4 * DIM], a, -jnp.exp(A_log), recurrent, *of_mamba, *deferred, max_query_tokens=5, D=dt_bias, **how
+            x[:, : 4 * DIM], a, -jnp.exp(A_log), recurrent, of_mamba, rows, D=dt_bias, run=run
         ),
-        ssd=pk.ssd(*narrow(v, a), -jnp.exp(A_log), *narrow(q, k), *prefill, D=dt_bias, z=narrow(k)[0], **how),
-        selective_scan=pk.selective_scan(v, k, rates, q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
-        paged_attention=pk.paged_attention(q, *attention, max_query_tokens=5, **how),
-        paged_attention_bfloat16=pk.paged_attention(*narrow(q, pages, pages), *attention[2:], **how),
+        ssd=pk.ssd(
+            *narrow(v, a), -jnp.exp(A_log), *narrow(q, k), recurrent, of_prompts, D=dt_bias, z=narrow(k)[0], run=run
+        ),
+        selective_scan=pk.selective_scan(v, k, rates, q, k, recurrent, rows, D=k[1], z=k, run=run),
+        paged_attention=pk.paged_attention(q, pages, pages, verify, table, run=run),
+        paged_attention_bfloat16=pk.paged_attention(*narrow(q, pages, pages), prompts, table, run=run),
         rotate_and_store=pk.rotate_and_store(
-            q, k, v, a, b, pages, pages, 0, ints(*range(6)), ints(0, 1, 2, 3, 0, 1), q[0, 0], k[0, 0], **how
+            *(q, k, v, a, b, pages, pages, indices, pk.HeadNorms(q_weight=q[0, 0], k_weight=k[0, 0])), run=run
         ),
         rotate=pk.rotate(q, a, b),
-        linear=pk.linear(a, b, a[:, 0], parts=(2, 4), **how),
-        linear_gated=pk.linear(*narrow(a, b), is_gated=True, **how),
-        linear_sums=pk.linear_sums(a, b, **how),
-        add_rms_norm=pk.add_rms_norm(a, b[None], A_log, epsilon=1e-6, **how),
+        linear=pk.linear(a, b, a[:, 0], parts=(2, 4), run=run),
+        linear_gated=pk.linear(*narrow(a, b), is_gated=True, run=run),
+        linear_sums=pk.linear_sums(a, b, run=run),
+        add_rms_norm=pk.add_rms_norm(a, b[None], A_log, epsilon=1e-6, run=run),
         choose_experts=(chosen, shares),
-        mixture_of_experts=pk.mixture_of_experts(x, up, down, chosen, shares, **how),
-        mixture_of_experts_sums=pk.mixture_of_experts_sums(x, up, down, chosen, shares, **how),
-        routed_experts_sums=pk.routed_experts_sums(x[:1], logits[:, :1], up[:5], down[:5], 2, shared=1, **how),
-        least_kept=pk.least_kept(weights / weights.max(1, keepdims=True), ints(0, 3, 50), array(3) * 0 + 0.7, **how),
+        mixture_of_experts=pk.mixture_of_experts(x, up, down, chosen, shares, run=run),
+        mixture_of_experts_sums=pk.mixture_of_experts_sums(x, up, down, chosen, shares, run=run),
+        routed_experts_sums=pk.routed_experts_sums(
+            x[:1], logits[:, :1], up[:5], down[:5], pk.Routing(top_k=2, shared=1), run=run
+        ),
+        least_kept=pk.least_kept(weights / weights.max(1, keepdims=True), ints(0, 3, 50), array(3) * 0 + 0.7, run=run),
     )
     if implementation is None:  # no kernel of these is interpreted
         found["product_chain"] = pk.product_chain(*made, parts=chain.parts)

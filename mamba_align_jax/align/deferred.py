@@ -21,7 +21,7 @@ from mamba_align_jax.align.ring_folds import fold
 from mamba_align_jax.align.slots import has_integers, set_slots
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
-from pallas_kernels import NULL_BLOCK, Implementation, causal_conv1d_update
+from pallas_kernels import NULL_BLOCK, BoundaryWindow, Implementation, Rows, Run, causal_conv1d_update
 
 
 @jax.tree_util.register_dataclass
@@ -294,19 +294,14 @@ def _keep_layer(
     # A device of several has a part of the channels.
     channels = pool.shape[3 if kind.layout == "SD" else 2]
     no_tokens, nothing = jnp.zeros((0, channels), pool.dtype), jnp.zeros_like(read)
-    _, pool = causal_conv1d_update(
-        no_tokens,
-        pool,
-        jnp.int32(layer),
-        jnp.zeros((kind.width, channels), pool.dtype),
-        None,
-        jnp.zeros(read.shape[0] + 1, jnp.int32),
-        read,
-        nothing,
-        nothing,
-        first_row,
-        block,
-        layout=kind.layout,
-        implementation=implementation,
+    rows = Rows(
+        query_start_loc=jnp.zeros(read.shape[0] + 1, jnp.int32),
+        layer=layer,
+        window_read=read,
+        window_row=nothing,
+        write=nothing[:, None],
+        boundary=BoundaryWindow(row=first_row, block=block),
     )
+    taps, run = jnp.zeros((kind.width, channels), pool.dtype), Run(implementation=implementation)
+    _, pool = causal_conv1d_update(no_tokens, pool, taps, None, rows, layout=kind.layout, run=run)
     return pool

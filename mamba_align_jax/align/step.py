@@ -21,7 +21,7 @@ from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.slots import has_integers, set_slots
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
-from pallas_kernels import NULL_BLOCK, Implementation, state_copy
+from pallas_kernels import NULL_BLOCK, Implementation, Run, state_copy
 
 
 @jax.tree_util.register_dataclass
@@ -193,15 +193,12 @@ def copy_states(
     """Makes the copies of `plan`, if there are any, in every array of the pool. A jitted caller may donate `pool`."""
     if plan is None:
         return pool
+    run = Run(implementation=implementation)
     for g, group in enumerate(spec.groups):
         arrays = [
-            state_copy(
-                *(array, plan.conv_source[g], plan.destination[g], plan.window_row),
-                layout=kind.layout,
-                implementation=implementation,
-            )
+            state_copy(*(array, plan.conv_source[g], plan.destination[g], plan.window_row), layout=kind.layout, run=run)
             if isinstance(kind, ConvState)
-            else state_copy(array, plan.recurrent_source[g], plan.destination[g], implementation=implementation)
+            else state_copy(array, plan.recurrent_source[g], plan.destination[g], run=run)
             for kind, array in zip(group.states, pool.states[g], strict=True)
         ]
         pool = pool.with_group(g, arrays)

@@ -4,13 +4,17 @@ Such a server holds one pool of windows and one of states per layer, and decides
 and freed. What it needs of this library is the arithmetic between two projections.
 """
 
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import (
+    RowCheckpoints,
+    Rows,
+    Run,
     causal_conv1d_prefill,
     causal_conv1d_update,
     chunk_rows,
@@ -107,41 +111,51 @@ def delta_rule_step(
     convolve = causal_conv1d_update if decode else causal_conv1d_prefill
     # Each row's own window is written to `last`, and a verify row's windows after its other tokens are its checkpoints.
     last, token_blocks = block, rows.token_blocks
-    checkpoints: dict[str, Any] = {}
+    checkpoints = None
     if token_blocks is not None:
         token_blocks, length = token_blocks.astype(jnp.int32), jnp.diff(query_start_loc)
         last = jnp.take_along_axis(token_blocks, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
         checkpoints = window_checkpoints(token_blocks, length)
+    run = Run(implementation=implementation)
+    where = Rows(
+        query_start_loc=query_start_loc,
+        layer=0,
+        read=read,
+        window_read=read,
+        window_row=jnp.zeros_like(block),
+        write=last[:, None],
+        checkpoints=checkpoints,
+    )
     qkv, conv_pool = convolve(
-        qkv, windows[None], 0, weights.conv.T, None, query_start_loc, read, jnp.zeros_like(block), last,
-        activation=activation, layout="DS", implementation=implementation, **checkpoints,
-    )  # fmt: skip
+        qkv, windows[None], weights.conv.T, None, where, activation=activation, layout="DS", run=run
+    )
     heads, key_dim, value_dim = states.shape[1:]
     keys = (qkv.shape[1] - heads * value_dim) // 2
     q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=1)
     q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
     g, beta = gated_delta_rule_gates(a, b, weights.A_log, weights.dt_bias)
     beta = beta if sigmoid_b else b.astype(jnp.float32)
-    options: dict[str, Any] = dict(scale=scale, layout="KV", implementation=implementation)
     if decode or token_blocks is not None:
-        where = 0, query_start_loc, read, block[:, None] if token_blocks is None else token_blocks
-        out, state_pool = gated_delta_rule_recurrent(q, k, v, g, beta, states[None], *where, **options)
+        op, where = (
+            gated_delta_rule_recurrent,
+            replace(where, write=where.write if token_blocks is None else token_blocks),
+        )
     else:
         if rows.num_computed_tokens is None:
             raise ValueError("rows.num_computed_tokens must be the positions of a prefill step's rows, got None")
         chunks = chunk_rows(query_start_loc, rows.num_computed_tokens.astype(jnp.int32), qkv.shape[0])
-        where = 0, query_start_loc, chunks, read, block
-        out, state_pool = gated_delta_rule_prefill(q, k, v, g, beta, states[None], *where, **options)
+        op, where = gated_delta_rule_prefill, replace(where, chunks=chunks)
+    out, state_pool = op(q, k, v, g, beta, states[None], where, scale=scale, layout="KV", run=run)
     if rows.kept_block is not None:
         kept = rows.kept_block.astype(jnp.int32)
         source = block if rows.kept_source is None else rows.kept_source.astype(jnp.int32)
-        conv_pool = state_copy(conv_pool, source, kept, implementation=implementation)
-        state_pool = state_copy(state_pool, source, kept, implementation=implementation)
+        conv_pool = state_copy(conv_pool, source, kept, run=run)
+        state_pool = state_copy(state_pool, source, kept, run=run)
     return out, conv_pool[0], state_pool[0]
 
 
-def window_checkpoints(token_blocks: Int[Array, "rows window"], length: Int[Array, " rows"]) -> dict[str, Any]:
-    """Names the windows that verify rows keep besides their last one, as arguments of `causal_conv1d_prefill`.
+def window_checkpoints(token_blocks: Int[Array, "rows window"], length: Int[Array, " rows"]) -> RowCheckpoints | None:
+    """Names the windows that verify rows keep besides their last one, as checkpoints of `causal_conv1d_prefill`.
 
     A server with windows of width - 1 inputs keeps one after each token. Here a verify row has a longer window instead.
 
@@ -150,14 +164,14 @@ def window_checkpoints(token_blocks: Int[Array, "rows window"], length: Int[Arra
         length: The number of each row's tokens, at most `window`.
 
     Returns:
-        `checkpoint_offset` and `checkpoint_block`, or nothing if rows have one token.
+        The checkpoints, or None if rows have one token.
     """
     rows, window = token_blocks.shape
     if window == 1:
-        return {}
+        return None
     offset = jnp.broadcast_to(jnp.arange(1, window, dtype=jnp.int32), (rows, window - 1))
     block = jnp.where(offset < length[:, None], token_blocks[:, :-1], 0)
-    return dict(checkpoint_offset=offset, checkpoint_block=block)
+    return RowCheckpoints(offset=offset, block=block)
 
 
 def _heads(x: jax.Array, dim: int) -> jax.Array:

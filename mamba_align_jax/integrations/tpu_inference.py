@@ -15,6 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from mamba_align_jax.integrations.delta_rule_step import window_checkpoints
 from pallas_kernels import (
+    Rows,
+    Run,
     causal_conv1d_prefill,
     chunk_rows,
     gated_delta_rule_gates,
@@ -199,24 +201,29 @@ def conv1d_gdn(
     last = jnp.where(is_decode & (slot != _NULL), slot + length - 1, slot)
 
     # A slot holds a single window, so a verify row keeps one per token: as a prefill row keeps its checkpoints.
+    run, first = Run(implementation=implementation), jnp.zeros_like(slot)
     checkpoints = window_checkpoints(write, length)
-    qkv, windows = causal_conv1d_prefill(
-        *(qkv, conv_state[None], 0, conv_weight[:, 0].T, conv_bias, starts, read, jnp.zeros_like(slot), last),
-        **checkpoints,
-        activation="silu",
-        implementation=implementation,
+    of_windows = Rows(
+        query_start_loc=starts,
+        layer=0,
+        window_read=read,
+        window_row=first,
+        write=last[:, None],
+        checkpoints=checkpoints,
     )
+    qkv, windows = causal_conv1d_prefill(qkv, conv_state[None], conv_weight[:, 0].T, conv_bias, of_windows, run=run)
 
     q, k, v = jnp.split(qkv, [n_kq * d_k, 2 * n_kq * d_k], axis=1)
     q, k, v = q.reshape(-1, n_kq, d_k), k.reshape(-1, n_kq, d_k), v.reshape(-1, n_v, d_v)
     inputs = q, k, v, *gated_delta_rule_gates(a, b, a_log, dt_bias)
-    options: dict[str, Any] = dict(layout="KV", implementation=implementation)
     # Each op gets the rows of the other kind without tokens.
     split = starts[distribution[0]]
-    decode, prefill = jnp.minimum(starts, split), jnp.maximum(starts, split)
-    out, states = gated_delta_rule_recurrent(*inputs, recurrent_state[None], 0, decode, read, write, **options)
-    chunks = chunk_rows(prefill, position, v.shape[0])
-    out_prefill, states = gated_delta_rule_prefill(*inputs, states, 0, prefill, chunks, read, slot, **options)
+    decode = Rows(query_start_loc=jnp.minimum(starts, split), layer=0, read=read, write=write)
+    out, states = gated_delta_rule_recurrent(*inputs, recurrent_state[None], decode, layout="KV", run=run)
+    loc = jnp.maximum(starts, split)
+    chunks = chunk_rows(loc, position, v.shape[0])
+    prefill = Rows(query_start_loc=loc, layer=0, read=read, write=slot[:, None], chunks=chunks)
+    out_prefill, states = gated_delta_rule_prefill(*inputs, states, prefill, layout="KV", run=run)
     out = jnp.where((jnp.arange(v.shape[0], dtype=jnp.int32) < split)[:, None, None], out, out_prefill)
     return (windows[0], states[0]), out.reshape(-1, n_v * d_v)
 

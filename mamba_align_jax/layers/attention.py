@@ -21,7 +21,6 @@ from mamba_align_jax.layers.rotation import make_rotation
 from mamba_align_jax.layers.rotation import rotary_angles as rotary_angles
 from mamba_align_jax.layers.split import Cut, SplitRMSNorm
 from mamba_align_jax.metadata.layer_step import LayerStep
-from mamba_align_jax.metadata.rows import Rows
 from mamba_align_jax.sharding import Part, repeats
 
 
@@ -82,34 +81,29 @@ def paged_attention(
     if gates is not None and values is not None and at.has_decode_rows and at.rows.prefill.num_rows:
         gates = gates[..., -values.shape[4] :]  # Decode and prompt tokens are cut apart, which copies what they have.
 
-    def attend_rows(
-        rows: Rows, tokens: tuple[jax.Array, ...], slots: jax.Array, max_query_tokens: int | None
-    ) -> tuple[jax.Array]:
+    def attend_rows(rows: ops.Rows, tokens: tuple[jax.Array, ...], slots: jax.Array) -> tuple[jax.Array]:
         queries, *of_queries = tokens
         out = ops.paged_attention(
             queries,
             keys,
             values,
-            at.layer,
-            rows.query_start_loc,
-            rows.num_computed_tokens,
+            rows,
             pages.page_tables,
             slots=slots,
             gates=of_queries[0] if of_queries else None,
-            max_query_tokens=max_query_tokens,
             value_dim=value_dim,
             scale=scale,
-            implementation=at.implementation,
+            run=at.run,
         )
         return (out,)
 
-    def decode(rows: Rows, *tokens: jax.Array) -> tuple[jax.Array]:
-        return attend_rows(rows, tokens, pages.slots[:num_decode_rows], rows.write.shape[2])
+    def decode(rows: ops.Rows, *tokens: jax.Array) -> tuple[jax.Array]:
+        return attend_rows(rows, tokens, pages.slots[:num_decode_rows])
 
-    def prefill(rows: Rows, *tokens: jax.Array) -> tuple[jax.Array]:
-        return attend_rows(rows, tokens, pages.slots[num_decode_rows:], None)
+    def prefill(rows: ops.Rows, *tokens: jax.Array) -> tuple[jax.Array]:
+        return attend_rows(rows, tokens, pages.slots[num_decode_rows:])
 
-    return at.rows.apply(decode, prefill, (queries,) if gates is None else (queries, gates), ())[0]
+    return at.apply(decode, prefill, (queries,) if gates is None else (queries, gates), ())[0]
 
 
 class Attention(nnx.Module):
@@ -213,11 +207,12 @@ class Attention(nnx.Module):
             q, k = heads(self.q_norm(flat(q[..., : self.head_dim]))), self.k_norm(k)
         return q, heads(k), heads(v), gates
 
-    def _head_norms(self) -> tuple[jax.Array | None, jax.Array | None, float, float]:
-        """Returns the weights of the norms that take each head by itself, None without such norms, epsilon and offset."""
-        if self.norm_whole or self.q_norm is None:
-            return None, None, 0.0, 0.0
-        return self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.epsilon, self.q_norm.offset
+    def _head_norms(self) -> ops.HeadNorms:
+        """Returns the norms that take each head by itself."""
+        q, k = self.q_norm, self.k_norm
+        if self.norm_whole or q is None:
+            return ops.HeadNorms()
+        return ops.HeadNorms(q_weight=q.weight[...], k_weight=k.weight[...], epsilon=q.epsilon, offset=q.offset)
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Projects, norms and rotates the inputs [tokens, hidden] at `positions`, int32 [tokens], without pages.
@@ -231,9 +226,10 @@ class Attention(nnx.Module):
         q, k, v, gates = self._inputs(x)
         gate = None if gates is None else gates[..., self.head_dim :].reshape(x.shape[0], -1)
         angles = self._angles(positions)
-        q_weight, k_weight, epsilon, offset = self._head_norms()
-        q = ops.rotate(q[..., : self.head_dim], *angles, q_weight, epsilon=epsilon, offset=offset)
-        return q, ops.rotate(k, *angles, k_weight, epsilon=epsilon, offset=offset), v, gate
+        norms = self._head_norms()
+        options = dict(epsilon=norms.epsilon, offset=norms.offset)
+        q = ops.rotate(q[..., : self.head_dim], *angles, norms.q_weight, **options)
+        return q, ops.rotate(k, *angles, norms.k_weight, **options), v, gate
 
     def output(self, attended: jax.Array, gate: jax.Array | None) -> Outputs:
         """Multiplies attended values [tokens, heads, head_dim] by their gates and projects them.
@@ -255,24 +251,8 @@ class Attention(nnx.Module):
         pages = at.token_pages
         q, k, v, gates = self._inputs(x, is_wide=not at.has_decode_rows)
         angles = self._angles(pages.positions)
-        q_weight, k_weight, epsilon, offset = self._head_norms()
-        q, keys, values = ops.rotate_and_store(
-            q,
-            k,
-            v,
-            *angles,
-            keys,
-            values,
-            at.layer,
-            pages.kv_page,
-            pages.kv_offset,
-            q_weight,
-            k_weight,
-            heads=self.heads,
-            epsilon=epsilon,
-            offset=offset,
-            implementation=at.implementation,
-        )
+        where = pages.indices(at.layer), self._head_norms()
+        q, keys, values = ops.rotate_and_store(q, k, v, *angles, keys, values, *where, heads=self.heads, run=at.run)
         attended = paged_attention(q, at, keys, values, self.scale, gates=gates)
         return self.o_proj.sums(like(x, attended.reshape(attended.shape[0], -1))), keys, values
 

@@ -11,8 +11,7 @@ import jax
 from mamba_align_jax.align.config import ConvState
 from mamba_align_jax.layers.linear import ConvTaps
 from mamba_align_jax.metadata.layer_step import LayerStep
-from mamba_align_jax.metadata.rows import LayerRows
-from pallas_kernels import WindowLayout, causal_conv1d_prefill, causal_conv1d_update
+from pallas_kernels import Rows, WindowLayout, causal_conv1d_prefill, causal_conv1d_update
 
 
 class CausalConv1d(ConvTaps):
@@ -46,19 +45,19 @@ class CausalConv1d(ConvTaps):
         return out, pool
 
     def decode(
-        self, at: LayerStep, rows: LayerRows, x: jax.Array, pool: jax.Array, *, parts: tuple[int, ...] | None = None
+        self, at: LayerStep, rows: Rows, x: jax.Array, pool: jax.Array, *, parts: tuple[int, ...] | None = None
     ) -> tuple[Any, jax.Array]:
         """Runs the tokens of decode and verify rows: see `causal_conv1d_update`."""
-        return self._run(causal_conv1d_update, at, rows, x, pool, parts=parts, **rows.boundaries)
+        return self._run(causal_conv1d_update, at, rows, x, pool, parts=parts)
 
     def prefill(
-        self, at: LayerStep, rows: LayerRows, x: jax.Array, pool: jax.Array, *, parts: tuple[int, ...] | None = None
+        self, at: LayerStep, rows: Rows, x: jax.Array, pool: jax.Array, *, parts: tuple[int, ...] | None = None
     ) -> tuple[Any, jax.Array]:
         """Runs the tokens of prefill rows: see `causal_conv1d_prefill`."""
-        return self._run(causal_conv1d_prefill, at, rows, x, pool, parts=parts, **rows.checkpoints)
+        return self._run(causal_conv1d_prefill, at, rows, x, pool, parts=parts)
 
-    def _run(self, op: Any, at: LayerStep, rows: LayerRows, x: jax.Array, pool: jax.Array, **options: Any) -> Any:
+    def _run(self, op: Any, at: LayerStep, rows: Rows, x: jax.Array, pool: jax.Array, **options: Any) -> Any:
         weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
-        where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
-        options |= dict(activation=self.activation, layout=self.window_layout, implementation=at.implementation)
-        return op(x, pool, at.layer, weight, bias, *where, **options)
+        return op(
+            x, pool, weight, bias, rows, activation=self.activation, layout=self.window_layout, run=at.run, **options
+        )

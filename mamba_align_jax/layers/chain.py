@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from pallas_kernels import Implementation, product_chain
+from pallas_kernels import Implementation, Run, product_chain
 from pallas_kernels.product_chain import Convolution, Experts, GatedNorm, Norm, Product
 
 
@@ -73,9 +73,10 @@ class Chain:
         if not self._steps:
             return self._x
         # A model that names Mosaic GPU means the ops that have such kernels for its arguments.
-        how = None if self.implementation == "mosaic_gpu" else self.implementation
-        run = product_chain if self.exchange is None else self.exchange.product_chain
-        out, self._total = run(self._x, self._steps, self._residual, parts=parts, implementation=how)
+        implementation = None if self.implementation == "mosaic_gpu" else self.implementation
+        op = product_chain if self.exchange is None else self.exchange.product_chain
+        run = Run(implementation=implementation)
+        out, self._total = op(self._x, self._steps, self._residual, parts=parts, run=run)
         self._x, self._steps = out, ()
         return out
 

@@ -9,8 +9,10 @@ import jax
 from mamba_align_jax.layers.chain import Chain, Inputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.metadata.layer_step import LayerStep
-from mamba_align_jax.metadata.rows import LayerRows
 from pallas_kernels import (
+    DeltaRuleEntries,
+    Gates,
+    Rows,
     StateLayout,
     WindowLayout,
     causal_conv1d_prefill,
@@ -42,7 +44,7 @@ def project(
     """
     rows = at.single_token_rows
     if rows is not None and isinstance(x, Chain):
-        where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
+        where = rows.query_start_loc, rows.window_read, rows.window_row, rows.write[:, 0]
         found = in_proj.convolved(x, Convolution(conv, at.layer, conv_weight, *where, layout=layout))
         if found is not None:
             *parts, conv = found
@@ -94,40 +96,30 @@ def convolved_delta_rule(
     """
     value_heads, value_dim, key_dim = state_dims(recurrent, state_layout)
     keys = (conv_weight.shape[1] - value_heads * value_dim) // 2
-    gates = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
-    layer = at.layer
-    of_windows = dict(layout=window_layout, implementation=at.implementation)
-    of_states = dict(layout=state_layout, implementation=at.implementation)
+    gates = Gates(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
 
-    def convolve(op, rows: LayerRows, qkv, conv, **options):
-        where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
-        return op(qkv, conv, layer, conv_weight, None, *where, **options, **of_windows)
-
-    def decode(rows: LayerRows, qkv, a, b, conv, recurrent, *ring):
+    def decode(rows: Rows, qkv, a, b, conv, recurrent, *ring):
         if not is_convolved:
-            qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv, **rows.boundaries)
+            qkv, conv = causal_conv1d_update(qkv, conv, conv_weight, None, rows, layout=window_layout, run=at.run)
         if rows.fold is not None:
-            at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
-            options = dict(max_query_tokens=rows.write.shape[-1], implementation=at.implementation)
-            operands = qkv, a, b, A_log, dt_bias, recurrent, *ring, layer, rows.query_start_loc, *at_row
-            out, *states = gated_delta_rule_deferred(*operands, **options, **gates)
-            return out, conv, *states
-        where = rows.query_start_loc, rows.recurrent_read, rows.write
+            entries = DeltaRuleEntries(k=ring[0], u=ring[1], g=ring[2])
+            out, recurrent, entries = gated_delta_rule_deferred(
+                qkv, a, b, A_log, dt_bias, recurrent, entries, rows, gates=gates, run=at.run
+            )
+            return out, conv, recurrent, entries.k, entries.u, entries.g
         out, recurrent = gated_delta_rule_update(
-            qkv, a, b, A_log, dt_bias, recurrent, layer, *where, **gates, **of_states
+            qkv, a, b, A_log, dt_bias, recurrent, rows, gates=gates, layout=state_layout, run=at.run
         )
         return out, conv, recurrent, *ring
 
-    def prefill(rows: LayerRows, qkv, a, b, conv, recurrent, *ring):
+    def prefill(rows: Rows, qkv, a, b, conv, recurrent, *ring):
         parts = keys, keys, value_heads * value_dim
-        (q, k, v), conv = convolve(causal_conv1d_prefill, rows, qkv, conv, parts=parts, **rows.checkpoints)
-        q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
-        g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, **gates)
-        assert at.chunks is not None, "a step with prefill rows has chunks"
-        where = rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
-        out, recurrent = gated_delta_rule_prefill(
-            q, k, v, g, beta, recurrent, layer, *where, **rows.checkpoints, **of_states
+        (q, k, v), conv = causal_conv1d_prefill(
+            qkv, conv, conv_weight, None, rows, parts=parts, layout=window_layout, run=at.run
         )
+        q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
+        g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, gates=gates)
+        out, recurrent = gated_delta_rule_prefill(q, k, v, g, beta, recurrent, rows, layout=state_layout, run=at.run)
         return out, conv, recurrent, *ring
 
     return at.apply(decode, prefill, (qkv, a, b), (conv, recurrent, *ring))

@@ -57,6 +57,11 @@ class Linear(nnx.Module):
         self.axis: str | None = None
         self.implementation: ops.Implementation | None = None
 
+    @property
+    def run(self) -> ops.Run:
+        """How the op runs: by `implementation`."""
+        return ops.Run(implementation=self.implementation)
+
     def _continued(self, x: Inputs, *, is_gated: bool = False, is_summand: bool = False) -> Chain | None:
         """Adds the product to the chain `x`. Returns None if `x` is an array, or if the product cannot be a step.
 
@@ -133,13 +138,13 @@ class Linear(nnx.Module):
             return self._whole(rows)[None]
         return self.shares(rows) if self.axis is None else self._summand(rows, self.axis)
 
-    def shares(self, x: jax.Array, implementation: ops.Implementation | None = None) -> jax.Array:
+    def shares(self, x: jax.Array, run: ops.Run = ops.Run()) -> jax.Array:
         """Computes this device's product without the bias, [shares, tokens, out]: see `ops.linear_sums`.
 
-        Without an `implementation` it is that of the layer.
+        If `run` names no implementation, it is that of the layer.
         """
-        chosen = self.implementation if implementation is None else implementation
-        return ops.linear_sums(self._rows(x), self.weight[...], implementation=chosen)
+        run = self.run if run.implementation is None else run
+        return ops.linear_sums(self._rows(x), self.weight[...], run=run)
 
     def _summand(self, rows: jax.Array, axis: str) -> Partial:
         return Partial(self._float32(rows)[None] if rows.shape[0] > MAX_TOKENS else self.shares(rows), axis)
@@ -150,7 +155,7 @@ class Linear(nnx.Module):
         return whole if self.bias is None else whole + self.bias[...].astype(jnp.float32)[None]
 
     def _float32(self, rows: jax.Array) -> jax.Array:
-        (product,) = ops.linear(rows, self.weight[...], out_dtype="float32", implementation=self.implementation)
+        (product,) = ops.linear(rows, self.weight[...], out_dtype="float32", run=self.run)
         return product
 
     def _rows(self, x: jax.Array) -> jax.Array:
@@ -158,7 +163,7 @@ class Linear(nnx.Module):
 
     def _product(self, rows: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
         bias = None if self.bias is None else self.bias[...]
-        return ops.linear(rows, self.weight[...], bias, implementation=self.implementation, **options)
+        return ops.linear(rows, self.weight[...], bias, run=self.run, **options)
 
 
 class ConvTaps(nnx.Module):

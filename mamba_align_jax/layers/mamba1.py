@@ -15,9 +15,8 @@ from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
-from mamba_align_jax.metadata.rows import LayerRows
 from mamba_align_jax.sharding import Part
-from pallas_kernels import selective_scan, selective_state_update
+from pallas_kernels import Rows, selective_scan, selective_state_update
 
 
 class Mamba1Mixer(nnx.Module):
@@ -89,15 +88,13 @@ class Mamba1Mixer(nnx.Module):
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))[None]
         D, dt_bias = self.D[...][None], self.dt_proj_bias[...][None]
 
-        options = dict(D=D, dt_bias=dt_bias, implementation=at.implementation)
+        options = dict(D=D, dt_bias=dt_bias, run=at.run)
 
-        def decode(rows: LayerRows, x, dt, B, C, z, recurrent):
-            where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write
-            return selective_state_update(x, dt, A, B, C, recurrent, *where, z=z, **options)
+        def decode(rows: Rows, x, dt, B, C, z, recurrent):
+            return selective_state_update(x, dt, A, B, C, recurrent, rows, z=z, **options)
 
-        def prefill(rows: LayerRows, x, dt, B, C, z, recurrent):
-            where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write[:, 0]
-            return selective_scan(x, dt, A, B, C, recurrent, *where, z=z, **rows.checkpoints, **options)
+        def prefill(rows: Rows, x, dt, B, C, z, recurrent):
+            return selective_scan(x, dt, A, B, C, recurrent, rows, z=z, **options)
 
         tokens = tuple(y[:, None] for y in (x, self.dt_proj(dt), B, C, z))
         out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))

@@ -16,9 +16,8 @@ from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import GatedGroupNorm
 from mamba_align_jax.layers.split import Cut, SplitGroupNorm
 from mamba_align_jax.metadata.layer_step import LayerStep
-from mamba_align_jax.metadata.rows import LayerRows
 from mamba_align_jax.sharding import Part, repeats
-from pallas_kernels import selective_state_deferred, selective_state_update, ssd
+from pallas_kernels import Mamba2Entries, Rows, selective_state_deferred, selective_state_update, ssd
 
 
 class Mamba2Mixer(nnx.Module):
@@ -104,29 +103,25 @@ class Mamba2Mixer(nnx.Module):
             factors = np.repeat(of_xBC, (inner, of_groups, of_groups))
             z, xBC, dt = z * of_z, xBC * jnp.asarray(factors, xBC.dtype)[None], dt * of_dt
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
-        same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=at.implementation)
+        same = dict(D=self.D[...], dt_bias=self.dt_bias[...], run=at.run)
 
         parts = inner, of_groups, of_groups
         heads = lambda y, number: y.reshape(y.shape[0], number, -1)
         operands = lambda x, B, C, dt: (heads(x, self.heads), dt, A, heads(B, self.groups), heads(C, self.groups))
 
-        def decode(rows: LayerRows, xBC, dt, conv, recurrent, *ring):
+        def decode(rows: Rows, xBC, dt, conv, recurrent, *ring):
             if rows.fold is not None:
                 xBC, conv = self.conv1d.decode(at, rows, xBC, conv)
-                at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
-                arrays = xBC, dt, A, recurrent, *ring, at.layer, rows.query_start_loc, *at_row
-                out, *states = selective_state_deferred(*arrays, max_query_tokens=rows.write.shape[-1], **same)
-                return out, conv, *states
+                entries = Mamba2Entries(*ring)
+                out, recurrent, entries = selective_state_deferred(xBC, dt, A, recurrent, entries, rows, **same)
+                return out, conv, recurrent, *jax.tree.leaves(entries)
             (x, B, C), conv = self.conv1d.decode(at, rows, xBC, conv, parts=parts)
-            where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write
-            out, recurrent = selective_state_update(*operands(x, B, C, dt), recurrent, *where, **same)
+            out, recurrent = selective_state_update(*operands(x, B, C, dt), recurrent, rows, **same)
             return out, conv, recurrent, *ring
 
-        def prefill(rows: LayerRows, xBC, dt, conv, recurrent, *ring):
-            assert at.chunks is not None, "a step with prefill rows has chunks"
+        def prefill(rows: Rows, xBC, dt, conv, recurrent, *ring):
             (x, B, C), conv = self.conv1d.prefill(at, rows, xBC, conv, parts=parts)
-            where = at.layer, rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
-            out, recurrent = ssd(*operands(x, B, C, dt), recurrent, *where, **rows.checkpoints, **same)
+            out, recurrent = ssd(*operands(x, B, C, dt), recurrent, rows, **same)
             return out, conv, recurrent, *ring
 
         out, conv, recurrent, *ring = at.apply(decode, prefill, (xBC, dt), (conv, recurrent, *ring))

@@ -24,14 +24,14 @@ class Mixer(Protocol):
         kind: Names the mixers of a model that share a group: their states have the same shapes. A mixer of kind
             "attention" keeps no states. Its pools are the pages of keys and values (`AttentionMixer`).
 
-    A mixer may also have an attribute `keeps_interior`. It is true if its prefill ops take `LayerRows.checkpoints`, so
+    A mixer may also have an attribute `keeps_interior`. It is true if its prefill ops take `Rows.checkpoints`, so
     that the boundaries inside prefill rows are kept in mode "all". Without it the mixer does not serve that mode.
 
     A mixer may also have an attribute `takes_chains`. It is true if its inputs may be a `Chain`. Its outputs are one then.
 
     A mixer may also have a method `ring(dtype) -> Ring`, with the dtype of the model. Under policy
     "deferred" the arrays of its ring (`StatePool.rings`) then follow its pools, and its decode and verify rows have
-    `LayerRows.fold`. Without it the mixer does not serve that policy.
+    `Rows.fold`. Without it the mixer does not serve that policy.
     """
 
     kind: str

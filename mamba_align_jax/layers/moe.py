@@ -17,7 +17,7 @@ from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.sharding import AXIS, Part
-from pallas_kernels import Activation, Implementation, choose_experts, mixture_of_experts, mixture_of_experts_sums
+from pallas_kernels import Activation, Routing, Run, choose_experts, mixture_of_experts, mixture_of_experts_sums
 from pallas_kernels.product_chain import Experts as ExpertsStep
 
 
@@ -80,17 +80,17 @@ class Experts(nnx.Module):
         x: jax.Array,
         chosen: jax.Array,
         weights: jax.Array,
-        implementation: Implementation | None = None,
+        run: Run = Run(),
     ) -> jax.Array:
         """Adds up what `sums` returns: the weighted sum of the outputs of each token's experts, float32 [tokens, hidden]."""
-        return total(self.sums(x, chosen, weights, implementation), jnp.float32)
+        return total(self.sums(x, chosen, weights, run), jnp.float32)
 
     def sums(
         self,
         x: jax.Array,
         chosen: jax.Array,
         weights: jax.Array,
-        implementation: Implementation | None = None,
+        run: Run = Run(),
     ) -> Outputs:
         """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
 
@@ -100,27 +100,26 @@ class Experts(nnx.Module):
             x: Inputs. [tokens, hidden]
             chosen: Index of each token's experts; -1 for none. int32 [tokens, top_k]
             weights: Weight of each of them. float32 [tokens, top_k]
-            implementation: Implementation of the op; None chooses by platform.
+            run: How the op runs.
 
         Returns:
             [shares, tokens, hidden], in float32 or in the dtype of `x`: see `pallas_kernels.mixture_of_experts_sums`.
         """
         arguments = x, self.up[...], self.down[...], chosen, weights
         if self.axis is None:
-            return mixture_of_experts_sums(*arguments, activation=self.activation, implementation=implementation)
-        out = mixture_of_experts(
-            *arguments, activation=self.activation, out_dtype="float32", implementation=implementation
-        )
+            return mixture_of_experts_sums(*arguments, activation=self.activation, run=run)
+        out = mixture_of_experts(*arguments, activation=self.activation, out_dtype="float32", run=run)
         return Partial(out[None], self.axis)
 
     def routed_sums(
         self,
         x: jax.Array,
         logits: jax.Array,
-        top_k: int,
+        routing: Routing,
         *,
-        implementation: Implementation | None = None,
-        **choice: Any,
+        bias: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        run: Run = Run(),
     ) -> Outputs:
         """Chooses the experts of each token and computes what `sums` returns for them.
 
@@ -129,38 +128,29 @@ class Experts(nnx.Module):
         Args:
             x: Inputs. [tokens, hidden]
             logits: The router's outputs: see `pallas_kernels.choose_experts`.
-            top_k: Number of routed experts per token.
-            implementation: Implementation of the ops; None chooses by platform.
-            choice: The other arguments of `pallas_kernels.choose_experts`.
+            routing: How they choose the experts.
+            bias: See `pallas_kernels.choose_experts`.
+            valid: See `MixtureOfExperts`.
+            run: How the ops run.
         """
+        choice = dict(bias=bias, valid=valid, run=run)
         if self.axis is not None:
-            return self.sums(x, *choose_experts(logits, top_k, implementation=implementation, **choice), implementation)
-        return ops.routed_experts_sums(
-            x,
-            logits,
-            self.up[...],
-            self.down[...],
-            top_k,
-            activation=self.activation,
-            implementation=implementation,
-            **choice,
-        )
+            return self.sums(x, *choose_experts(logits, routing, **choice), run)
+        weights = self.up[...], self.down[...]
+        return ops.routed_experts_sums(x, logits, *weights, routing, activation=self.activation, **choice)
 
 
 class MixtureOfExperts(nnx.Module):
     """The base of feed-forward layers with experts. `Carry.feed_forward` tells them which tokens are padding."""
 
-    def __call__(
-        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> Outputs:
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:
         """Runs packed tokens.
 
         Args:
             x: Inputs. [tokens, hidden]
             valid: False for padding tokens, which choose no experts; None if there are none. bool [tokens]
-            implementation: Implementation of the ops of routers and experts; None chooses by platform. A step's
-                `implementation` is also that of its mixers' ops and of its chains. Other products and norms always choose
-                by platform.
+            run: How the ops of routers and experts run. A step's `implementation` is also that of its mixers' ops and of
+                its chains. Other products and norms always choose by platform.
 
         Returns:
             What `Residual.add` takes: [tokens, hidden], or sums [shares, tokens, hidden].
@@ -200,22 +190,20 @@ class SharedExpertMoE(MixtureOfExperts):
             rngs: Random numbers for the weights.
             renormalise: Whether the chosen experts' weights are scaled to the sum 1.
         """
-        self.top_k, self.renormalise, self.shared = top_k, renormalise, shared_experts(shared_size, size)
+        shared = shared_experts(shared_size, size)
+        self.routing = Routing(
+            top_k=top_k, shared=shared, shared_gate=True, renormalise=renormalise, logits_dtype=dtype
+        )
         self.gate = Linear(hidden_size, experts + 1, dtype, rngs)
-        self.experts = Experts(experts + self.shared, hidden_size, size, dtype, rngs)
+        self.experts = Experts(experts + shared, hidden_size, size, dtype, rngs)
 
-    def __call__(
-        self, x: Inputs, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> Outputs:
+    def __call__(self, x: Inputs, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`. It continues a chain."""
-        choice = dict(renormalise=self.renormalise, shared=self.shared, shared_gate=True, valid=valid)
         if isinstance(x, Chain) and self.experts.axis is None:
-            weights = self.gate.weight[...], self.experts.up[...], self.experts.down[...]
-            return x.experts(ExpertsStep(*weights, top_k=self.top_k, **choice))
+            r, weights = self.routing, (self.gate.weight[...], self.experts.up[...], self.experts.down[...])
+            return x.experts(ExpertsStep(*weights, valid, r.top_k, r.shared, r.shared_gate, r.renormalise))
         x = settled(x)
-        dtype = str(self.gate.weight.dtype)
-        options = dict(logits_dtype=dtype, implementation=implementation)
-        return self.experts.routed_sums(x, self.gate.shares(x, implementation), self.top_k, **choice, **options)
+        return self.experts.routed_sums(x, self.gate.shares(x, run), self.routing, valid=valid, run=run)
 
 
 class SigmoidGate(nnx.Module):
@@ -227,63 +215,38 @@ class SigmoidGate(nnx.Module):
         experts: int,
         top_k: int,
         rngs: nnx.Rngs,
-        *,
-        groups: int = 1,
-        top_groups: int = 1,
-        renormalise: bool = True,
-        scale: float = 1.0,
-        shared: int = 0,
+        **routing: Any,
     ) -> None:
-        """Makes a router with random weights. The other arguments are those of `pallas_kernels.choose_experts`.
+        """Makes a router with random weights.
 
         Args:
             hidden_size: Channels of the residual stream.
             experts: Number of experts.
             top_k: Number of experts per token.
             rngs: Random numbers for the weights.
-            groups: See `choose_experts`.
-            top_groups: See `choose_experts`.
-            renormalise: See `choose_experts`.
-            scale: See `choose_experts`.
-            shared: See `choose_experts`.
+            routing: The other fields of `pallas_kernels.Routing`.
         """
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (experts, hidden_size)) * hidden_size**-0.5)
         self.e_score_correction_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
-        self.top_k, self.groups, self.top_groups = top_k, groups, top_groups
-        self.renormalise, self.scale, self.shared = renormalise, scale, shared
+        self.routing = Routing(top_k=top_k, scores="sigmoid", **routing)
 
-    def __call__(
-        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> tuple[jax.Array, jax.Array]:
         """Chooses the experts of packed tokens.
 
         Args:
             x: The tokens. [tokens, hidden]
             valid: See `MixtureOfExperts`.
-            implementation: See `MixtureOfExperts`.
+            run: See `MixtureOfExperts`.
 
         Returns:
             The chosen experts and their weights, each [tokens, top_k + shared]: see `choose_experts`.
         """
-        return choose_experts(
-            self.logits(x, implementation), self.top_k, **self.choice(), valid=valid, implementation=implementation
-        )
+        bias = self.e_score_correction_bias[...]
+        return choose_experts(self.logits(x, run), self.routing, bias=bias, valid=valid, run=run)
 
-    def logits(self, x: jax.Array, implementation: Implementation | None = None) -> jax.Array:
+    def logits(self, x: jax.Array, run: Run = Run()) -> jax.Array:
         """Computes the router's outputs of packed tokens [tokens, hidden], in shares: see `pallas_kernels.linear_sums`."""
-        return ops.linear_sums(x, self.weight[...], implementation=implementation)
-
-    def choice(self) -> dict[str, Any]:
-        """Returns the arguments of `pallas_kernels.choose_experts` that are the same for all tokens, without `top_k`."""
-        return dict(
-            scores="sigmoid",
-            bias=self.e_score_correction_bias[...],
-            groups=self.groups,
-            top_groups=self.top_groups,
-            renormalise=self.renormalise,
-            scale=self.scale,
-            shared=self.shared,
-        )
+        return ops.linear_sums(x, self.weight[...], run=run)
 
 
 class SharedExpertsMoE(MixtureOfExperts):
@@ -293,10 +256,7 @@ class SharedExpertsMoE(MixtureOfExperts):
         """Puts the parts together."""
         self.gate, self.experts = gate, experts
 
-    def __call__(
-        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> Outputs:
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        options = dict(valid=valid, implementation=implementation)
-        logits = self.gate.logits(x, implementation)
-        return self.experts.routed_sums(x, logits, self.gate.top_k, **self.gate.choice(), **options)
+        logits, bias = self.gate.logits(x, run), self.gate.e_score_correction_bias[...]
+        return self.experts.routed_sums(x, logits, self.gate.routing, bias=bias, valid=valid, run=run)

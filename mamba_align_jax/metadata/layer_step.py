@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
 from mamba_align_jax.metadata.interior import InteriorBoundaries
-from mamba_align_jax.metadata.rows import LayerRows, RowSplit, split_rows
-from pallas_kernels import Chunks, Implementation
+from mamba_align_jax.metadata.rows import RowSplit, split_rows
+from pallas_kernels import Chunks, Implementation, PageIndices, Rows, Run
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +39,10 @@ class TokenPages:
     def page_table(self) -> jax.Array:
         """Pages of each row, int32 [rows, pages]: a copy, which grows with the longest sequence that a slot can hold."""
         return self.page_tables[self.slots]
+
+    def indices(self, layer: jax.Array) -> PageIndices:
+        """Returns where each token's key and value go in the pages of `layer`."""
+        return PageIndices(layer=layer, page=self.kv_page, offset=self.kv_offset)
 
     def put(self, pool: jax.Array, layer: jax.Array, values: jax.Array) -> jax.Array:
         """Writes each token's key, or its value, to its page.
@@ -80,11 +85,16 @@ class LayerStep:
         return self.rows.decode.num_rows > 0
 
     @property
-    def single_token_rows(self) -> LayerRows | None:
+    def run(self) -> Run:
+        """How the ops run: by `implementation`."""
+        return Run(implementation=self.implementation)
+
+    @property
+    def single_token_rows(self) -> Rows | None:
         """The rows, if none of them may have more than one token or keeps a boundary's window, and else None. Static."""
-        rows = self.rows.decode.of_group(self.group)
-        keeps = rows.fold is not None and rows.fold.boundary_block is not None
-        return None if self.rows.prefill.num_rows > 0 or rows.write.shape[-1] > 1 or keeps else rows
+        rows = self.rows.decode
+        has_others = self.rows.prefill.num_rows > 0 or rows.max_query_tokens != 1 or rows.boundary is not None
+        return None if has_others else rows.of_group(self.group, self.layer)
 
     @property
     def token_pages(self) -> TokenPages:
@@ -136,7 +146,7 @@ class LayerStep:
         Raises:
             ValueError: There is no such group, or `layer` is negative or no whole number.
         """
-        groups = self.rows.decode.recurrent_read.shape[0]
+        groups = self.rows.num_groups
         group = values.integer("LayerStep.at: group", group, 0, max(groups - 1, 0))
         layer = layer if isinstance(layer, jax.Array) else values.integer("LayerStep.at: layer", layer, 0)
         return replace(self, layer=jnp.int32(layer), group=group)
@@ -150,7 +160,7 @@ class LayerStep:
     ) -> tuple[jax.Array, ...]:
         """Runs a function for each kind of rows: `f(rows, *tokens, *pools) -> (outputs, *pools)`.
 
-        `rows` is `LayerRows`, with the blocks of this layer's group.
+        `rows` are those of this layer, with the blocks of its group, and the prefill rows with their chunks.
 
         Args:
             decode: Runs the decode and verify rows.
@@ -162,7 +172,9 @@ class LayerStep:
             The outputs of all tokens in packed order, followed by the pools. See `RowSplit.apply`.
         """
 
-        def of_group(function: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
-            return lambda rows, *arrays: function(rows.of_group(self.group), *arrays)
+        def run(function: Callable[..., tuple[jax.Array, ...]], chunks: Chunks | None) -> Any:
+            return lambda rows, *arrays: function(
+                replace(rows.of_group(self.group, self.layer), chunks=chunks), *arrays
+            )
 
-        return self.rows.apply(of_group(decode), of_group(prefill), tokens, pools)
+        return self.rows.apply(run(decode, None), run(prefill, self.chunks), tokens, pools)

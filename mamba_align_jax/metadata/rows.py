@@ -11,127 +11,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
 from mamba_align_jax.metadata.interior import InteriorBoundaries
-from pallas_kernels import CHUNK_SIZE, Chunks, chunk_rows
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class FoldRows:
-    """What decode and verify rows do with deferred states. All fields are int32.
-
-    Attributes:
-        slot: The slot whose ring each row reads and writes. [rows]
-        base: The position of the state in the block that the row reads. [rows]
-        block: The block that receives the state at the end of the row's fold group; NULL_BLOCK for none. [rows]
-        boundary_row: The first row of the window that is kept for the boundary at that end, in the block of `conv_read`;
-            None if such windows are always in place. [rows]
-        boundary_block: The block that receives that window; NULL_BLOCK for none. None as `boundary_row`. [rows]
-    """
-
-    slot: jax.Array
-    base: jax.Array
-    block: jax.Array
-    boundary_row: jax.Array | None = None
-    boundary_block: jax.Array | None = None
-
-    def of_group(self, group: int) -> "FoldRows":
-        """Returns the folds of one group, given those of all groups, whose blocks are [groups, rows]."""
-        boundary = None if self.boundary_block is None else self.boundary_block[group]
-        return replace(self, block=self.block[group], boundary_block=boundary)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class LayerRows:
-    """The rows of one kind with their blocks of one group. The fields are arguments of the kernels, and all are int32.
-
-    Attributes:
-        query_start_loc: First token of each row among the tokens of this kind, then the end of the last row. [rows + 1]
-        num_computed_tokens: Position of each row's first token in its sequence. [rows]
-        recurrent_read: Block that holds each row's recurrent state; NULL_BLOCK for a fresh row. [rows]
-        conv_read: Block that holds each row's convolution window; NULL_BLOCK for a fresh row. [rows]
-        window_row: First row of that window to read. [rows]
-        write: Blocks that each row writes. In a verify row, `write[r, t]` takes the state after token t. In any other
-            row, `write[r, 0]` takes the state after the last token. `write[r, 0]` also takes the row's window. Under policy
-            "deferred" decode and verify rows write only their window, and `fold` says where their state goes.
-            [rows, 1 + K]
-        checkpoint_offset: Tokens before each boundary inside a prefill row, in mode "all"; None otherwise. See
-            `InteriorBoundaries`. [rows, boundaries]
-        checkpoint_block: The block that keeps each of these boundaries; None like the offsets. [rows, boundaries]
-        fold: The rows' deferred states; None unless the policy is "deferred".
-    """
-
-    query_start_loc: jax.Array
-    num_computed_tokens: jax.Array
-    recurrent_read: jax.Array
-    conv_read: jax.Array
-    window_row: jax.Array
-    write: jax.Array
-    checkpoint_offset: jax.Array | None = None
-    checkpoint_block: jax.Array | None = None
-    fold: FoldRows | None = None
-
-    @property
-    def checkpoints(self) -> dict[str, Any]:
-        """The arguments of the prefill ops by which they keep the boundaries inside rows."""
-        return dict(checkpoint_offset=self.checkpoint_offset, checkpoint_block=self.checkpoint_block)
-
-    @property
-    def boundaries(self) -> dict[str, Any]:
-        """The arguments of `causal_conv1d_update` by which it keeps the windows of boundaries that rows have passed.
-
-        Only policy "deferred" has such arguments. The others copy these windows in `finish_step`.
-        """
-        if self.fold is None:
-            return {}
-        return dict(boundary_row=self.fold.boundary_row, boundary_block=self.fold.boundary_block)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """The rows of one kind with their blocks of every group: `LayerRows` with a group axis. All fields are int32.
-
-    Attributes:
-        query_start_loc: First token of each row among the tokens of this kind, then the end of the last row. [rows + 1]
-        num_computed_tokens: Position of each row's first token in its sequence. [rows]
-        recurrent_read: Block that holds each row's recurrent state; NULL_BLOCK for a fresh row. [groups, rows]
-        conv_read: Block that holds each row's convolution window; NULL_BLOCK for a fresh row. [groups, rows]
-        window_row: First row of that window to read. [rows]
-        write: Blocks that each row writes; see `LayerRows`. [groups, rows, 1 + K]
-        checkpoint_offset: As in `LayerRows`. [rows, boundaries]
-        checkpoint_block: As in `LayerRows`. [groups, rows, boundaries]
-        fold: As in `LayerRows`, but with blocks [groups, rows].
-    """
-
-    query_start_loc: jax.Array
-    num_computed_tokens: jax.Array
-    recurrent_read: jax.Array
-    conv_read: jax.Array
-    window_row: jax.Array
-    write: jax.Array
-    checkpoint_offset: jax.Array | None = None
-    checkpoint_block: jax.Array | None = None
-    fold: FoldRows | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows, padding rows included."""
-        return self.window_row.shape[0]
-
-    def of_group(self, group: int) -> LayerRows:
-        """Returns the rows with their blocks of one group."""
-        return LayerRows(
-            query_start_loc=self.query_start_loc,
-            num_computed_tokens=self.num_computed_tokens,
-            recurrent_read=self.recurrent_read[group],
-            conv_read=self.conv_read[group],
-            window_row=self.window_row,
-            write=self.write[group],
-            checkpoint_offset=self.checkpoint_offset,
-            checkpoint_block=None if self.checkpoint_block is None else self.checkpoint_block[group],
-            fold=None if self.fold is None else self.fold.of_group(group),
-        )
+from pallas_kernels import CHUNK_SIZE, BoundaryWindow, Chunks, Fold, RowCheckpoints, Rows, chunk_rows
 
 
 @jax.tree_util.register_dataclass
@@ -140,8 +20,8 @@ class RowSplit:
     """A batch split into decode and verify rows, which come first, and prefill rows.
 
     Attributes:
-        decode: The decode and verify rows.
-        prefill: The prefill rows.
+        decode: The decode and verify rows, with their blocks of every group.
+        prefill: The prefill rows, with their blocks of every group.
         first_prefill_token: Index of the prefill rows' first token among the packed tokens. int32 scalar
         num_decode_tokens: Static bound on the tokens of the decode and verify rows, for arrays of tokens that have room for
             it beside the prefill rows: see `split_rows`. None if the arrays may end with the last row.
@@ -155,11 +35,16 @@ class RowSplit:
     chunk_size: int = field(default=CHUNK_SIZE, metadata=dict(static=True))
 
     @property
+    def num_groups(self) -> int:
+        """The number of groups of layers, which have blocks of their own."""
+        return self.decode.read.shape[0]
+
+    @property
     def max_decode_tokens(self) -> int:
         """The static bound on the tokens of the decode and verify rows: `num_decode_tokens`, or else 1 + K per row."""
         if self.num_decode_tokens is not None:
             return self.num_decode_tokens
-        return self.decode.num_rows * self.decode.write.shape[-1]
+        return self.decode.num_rows * self.decode.max_query_tokens
 
     def num_prefill_tokens(self, num_tokens: int) -> int:
         """Returns the static bound on the prefill rows' tokens in arrays of `num_tokens` tokens.
@@ -256,29 +141,33 @@ def split_rows(
     num_decode_tokens = values.optional_integer("split_rows: num_decode_tokens", num_decode_tokens, 0)
 
     def rows(begin: int, end: int | None) -> Rows:
-        loc, folds, fold = batch.query_start_loc[begin : None if end is None else end + 1], indices.folds, None
+        loc, folds = batch.query_start_loc[begin : None if end is None else end + 1], indices.folds
+        fold: Any = None
+        boundary = None
         if folds is not None:
-            fold = FoldRows(slot=folds.slot[begin:end], base=folds.base[begin:end], block=folds.block[:, begin:end])
+            fold = Fold(slot=folds.slot[begin:end], base=folds.base[begin:end], block=folds.block[:, begin:end])
             if folds.windows is not None:
                 row, block = folds.windows.first_row[begin:end], folds.windows.block[:, begin:end]
-                fold = replace(fold, boundary_row=row, boundary_block=block)
+                boundary = BoundaryWindow(row=row, block=block)
         return Rows(
             query_start_loc=loc - loc[0],
             num_computed_tokens=indices.num_computed_tokens[begin:end],
-            recurrent_read=indices.recurrent_read[:, begin:end],
-            conv_read=indices.conv_read[:, begin:end],
+            read=indices.recurrent_read[:, begin:end],
+            window_read=indices.conv_read[:, begin:end],
             window_row=indices.window_row[begin:end],
             write=indices.write[:, begin:end],
+            boundary=boundary,
             fold=fold,
         )
 
     prefill, chunk_size = rows(num_decode_rows, None), CHUNK_SIZE
     if interior is not None:
         offset, block = interior.offset[num_decode_rows:], interior.block[:, num_decode_rows:]
-        prefill = replace(prefill, checkpoint_offset=offset, checkpoint_block=block)
+        prefill = replace(prefill, checkpoints=RowCheckpoints(offset=offset, block=block))
         chunk_size = interior.chunk_size
+    decode = rows(0, num_decode_rows)
     return RowSplit(
-        decode=rows(0, num_decode_rows),
+        decode=replace(decode, max_query_tokens=indices.write.shape[-1]),
         prefill=prefill,
         first_prefill_token=batch.query_start_loc[num_decode_rows],
         num_decode_tokens=num_decode_tokens,

@@ -11,8 +11,8 @@ from mamba_align_jax.align.step import StepIndices
 from mamba_align_jax.metadata.interior import InteriorBoundaries
 from mamba_align_jax.metadata.layer_step import LayerStep, TokenPages
 from mamba_align_jax.metadata.positions import token_positions
-from mamba_align_jax.metadata.rows import Rows, RowSplit, split_rows
-from pallas_kernels import Chunks, Implementation
+from mamba_align_jax.metadata.rows import RowSplit, split_rows
+from pallas_kernels import Chunks, Implementation, Rows
 from pallas_kernels.rows import TokenRows
 
 
@@ -126,12 +126,20 @@ def single_token_inputs(
     decode = Rows(
         query_start_loc=jnp.arange(count + 1, dtype=jnp.int32),
         num_computed_tokens=position,
-        recurrent_read=no_block,
-        conv_read=no_block,
+        read=no_block,
+        window_read=no_block,
         window_row=no_block[0],
         write=no_block[..., None],
+        max_query_tokens=1,
     )
-    no_rows = jax.tree.map(lambda x: x[..., :0], decode)
+    no_rows = Rows(
+        query_start_loc=decode.query_start_loc[:1],
+        num_computed_tokens=position[:0],
+        read=no_block[:, :0],
+        window_read=no_block[:, :0],
+        window_row=no_block[0, :0],
+        write=no_block[:, :0, None],
+    )
     rows = RowSplit(decode=decode, prefill=no_rows, first_prefill_token=row[0] + count, num_decode_tokens=count)
     pages = TokenPages(
         positions=position,

@@ -23,7 +23,7 @@ from mamba_align_jax.layers.split import Cut, SplitEmbed
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.config import ModelConfig
 from mamba_align_jax.sharding import AXIS
-from pallas_kernels import Implementation, linear
+from pallas_kernels import Implementation, Run, linear
 
 _MAX_EXACT = 2**24  # Float32 holds every whole number up to it.
 
@@ -76,7 +76,7 @@ class Carry:
         """Runs a feed-forward layer on packed tokens [tokens, hidden]. Padding tokens choose no experts."""
         inputs = self._inputs_for(layer, x)
         if isinstance(layer, MixtureOfExperts):
-            return layer(inputs, step.valid, self.implementation)
+            return layer(inputs, step.valid, Run(implementation=self.implementation))
         return layer(inputs)
 
 

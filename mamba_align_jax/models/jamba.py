@@ -24,7 +24,7 @@ from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
 from mamba_align_jax.models.hybrid import PreNormLayer
 from mamba_align_jax.models.sources import Source, experts, named
-from pallas_kernels import Implementation
+from pallas_kernels import Routing, Run
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
@@ -85,23 +85,13 @@ class MoE(MixtureOfExperts):
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         """Makes a layer with random weights."""
         c = config
-        self.top_k = c.num_experts_per_tok
+        self.routing = Routing(top_k=c.num_experts_per_tok, renormalise=False, logits_dtype=c.dtype)
         self.router = Linear(c.hidden_size, c.num_experts, c.dtype, rngs)
         self.experts = Experts(c.num_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
 
-    def __call__(
-        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> Outputs:
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        return self.experts.routed_sums(
-            x,
-            self.router.shares(x, implementation),
-            self.top_k,
-            renormalise=False,
-            logits_dtype=str(self.router.weight.dtype),
-            valid=valid,
-            implementation=implementation,
-        )
+        return self.experts.routed_sums(x, self.router.shares(x, run), self.routing, valid=valid, run=run)
 
 
 class Layer(PreNormLayer):

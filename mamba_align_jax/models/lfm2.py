@@ -22,7 +22,7 @@ from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require, rotation
 from mamba_align_jax.models.hybrid import PreNormLayer, attention
 from mamba_align_jax.models.sources import Source, experts, named, parts, taps, tensor
-from pallas_kernels import Implementation
+from pallas_kernels import Run
 
 CONV, FULL = "conv", "full_attention"
 
@@ -100,15 +100,13 @@ class MoE(MixtureOfExperts):
         self.gate = SigmoidGate(c.hidden_size, c.num_experts, c.num_experts_per_tok, rngs, renormalise=False)
         self.experts = Experts(c.num_experts, c.hidden_size, c.moe_intermediate_size, c.dtype, rngs)
 
-    def __call__(
-        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> Outputs:
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        chosen, weights = self.gate(x, valid, implementation)
+        chosen, weights = self.gate(x, valid, run)
         if self.renormalise:
             # Other models add nothing that matters to the sum.
             weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-6)
-        return self.experts.sums(x, chosen, weights * self.scale, implementation)
+        return self.experts.sums(x, chosen, weights * self.scale, run)
 
 
 class Layer(PreNormLayer):

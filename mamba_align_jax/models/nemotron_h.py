@@ -24,7 +24,7 @@ from mamba_align_jax.models import mamba
 from mamba_align_jax.models.config import ModelConfig, require
 from mamba_align_jax.models.sources import Source, experts
 from mamba_align_jax.sharding import Part
-from pallas_kernels import Implementation
+from pallas_kernels import Run
 
 MAMBA, ATTENTION, MLP_, MOE = "linear_attention", "full_attention", "mlp", "moe"
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": MLP_, "E": MOE, "mamba": MAMBA, "attention": ATTENTION}
@@ -143,11 +143,9 @@ class MoE(MixtureOfExperts):
             self.fc1_latent_proj = Linear(c.hidden_size, latent, c.dtype, rngs, bias=c.mlp_bias)
             self.fc2_latent_proj = Linear(latent, c.hidden_size, c.dtype, rngs, bias=c.mlp_bias)
 
-    def __call__(
-        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> jax.Array:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        routing = *self.gate(x, valid, implementation), implementation
+        routing = *self.gate(x, valid, run), run
         if hasattr(self, "fc1_latent_proj"):
             routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), *routing))
         else:

@@ -14,7 +14,7 @@ from pallas_kernels._check import checked, dtype_of, require
 from pallas_kernels.all_reduce import pallas_triton, xla
 from pallas_kernels.all_reduce.config import Config
 from pallas_kernels.all_reduce.mailboxes import Mailboxes
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
 
 
 @checked
@@ -23,9 +23,7 @@ def all_reduce(
     mailboxes: Mailboxes,
     turn: Int[Array, ""],
     *,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[Float[Array, "tokens channels"], Int[Array, ""]]:
     """Adds up what the devices of a mesh axis have, in one step of communication.
 
@@ -41,23 +39,22 @@ def all_reduce(
         addend: What this device has, in shares: see `linear_sums`.
         mailboxes: This device's part of `Mailboxes.create`. Its memory is written by address.
         turn: The turn. It is odd.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and the mailboxes hold
-            the tokens, and XLA's own all-reduce elsewhere.
-        config: Launch configuration of the Triton kernel. None selects the default.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform. Only what is sent between devices
-            is then left to XLA.
+        run: How it runs: by "xla", which is XLA's own all-reduce, or by "triton", with a `Config` for the Triton kernel. If
+            the mailboxes do not hold the tokens, the default is "xla". An interpreted kernel leaves only what is sent
+            between devices to XLA.
 
     Returns:
         The sum, float32, and the next call's turn.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` is "triton" and the mailboxes do not hold as many numbers.
+        UnsupportedError: if `run` names "triton" and the mailboxes do not hold as many numbers.
     """
+    run = run.checked("all_reduce", Config)
     require(addend.shape[0] >= 1, "all_reduce: addend must have at least one share, got none")
     if 0 in addend.shape:
         return jnp.zeros(addend.shape[1:], jnp.float32), turn
-    return _run("all_reduce", (addend, mailboxes, turn), addend.shape, (), implementation, config, interpret)
+    return _run("all_reduce", (addend, mailboxes, turn), addend.shape, (), run)
 
 
 @checked
@@ -72,9 +69,7 @@ def all_reduce_rms_norm(
     offset: float = 0.0,
     scale: float = 1.0,
     out_dtype: str | None = None,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "tokens channels"], Int[Array, ""]]:
     """Adds up what the devices have, adds it to the residual stream and normalises: `all_reduce` and `add_rms_norm` in one.
 
@@ -83,25 +78,24 @@ def all_reduce_rms_norm(
     Returns:
         The total in x's dtype, the normed values, and the next call's turn.
     """
+    run = run.checked("all_reduce_rms_norm", Config)
     require(addend.shape[0] >= 1, "all_reduce_rms_norm: addend must have at least one share, got none")
     dtype = dtype_of("all_reduce_rms_norm", "out_dtype", out_dtype, x.dtype)
     if x.size == 0:
         return x, x.astype(dtype), turn
     options = dict(epsilon=float(epsilon), offset=float(offset), scale=float(scale), out_dtype=dtype)
     operands, options = (x, addend, weight, mailboxes, turn), tuple(options.items())
-    return _run("all_reduce_rms_norm", operands, addend.shape, options, implementation, config, interpret)
+    return _run("all_reduce_rms_norm", operands, addend.shape, options, run)
 
 
-@functools.partial(jax.jit, static_argnames=("op", "shape", "options", "implementation", "config", "interpret"))
-def _run(op, operands, shape, options, implementation, config, interpret):
-    reason = pallas_triton.unsupported(shape, operands[-2].capacity, config)
-    if reason and implementation is None:
-        implementation = "xla"
+@functools.partial(jax.jit, static_argnames=("op", "shape", "options", "run"))
+def _run(op, operands, shape, options, run):
+    reason = pallas_triton.unsupported(shape, operands[-2].capacity, run.config)
     return dispatch(
         op,
-        implementation,
+        "xla" if reason and run.implementation is None else run.implementation,
         operands,
         xla=functools.partial(getattr(xla, op), **dict(options)),
-        triton=functools.partial(getattr(pallas_triton, op), config=config, interpret=interpret, **dict(options)),
+        triton=functools.partial(getattr(pallas_triton, op), run=run, **dict(options)),
         unsupported=reason,
     )

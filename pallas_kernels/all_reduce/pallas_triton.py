@@ -9,6 +9,7 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels.all_reduce._ptx import sum_over_devices
 from pallas_kernels.all_reduce.config import Config, default_config
 from pallas_kernels.all_reduce.mailboxes import SIDES, WORD_BYTES, Mailboxes
+from pallas_kernels.dispatch import Run
 from pallas_kernels.rms_norm import pallas_triton as rms_norm
 
 
@@ -66,10 +67,10 @@ def _norm_kernel(refs: pt.Refs, *, epsilon: float, offset: float, scale: float, 
     rms_norm.store_normed(refs, token, channel, exists, total, epsilon=epsilon, offset=offset, scale=scale)
 
 
-def _call(kernel, name, addend, mailboxes, turn, config, interpret, inputs, outputs):
-    config = config or default_config(addend.shape[2])
+def _call(kernel, name, addend, mailboxes, turn, run, inputs, outputs):
+    config = run.config or default_config(addend.shape[2])
     results = pt.call(
-        functools.partial(kernel, axis=mailboxes.axis, pack=config.pack, interpret=interpret),
+        functools.partial(kernel, axis=mailboxes.axis, pack=config.pack, interpret=run.interpret),
         name=name,
         grid=(addend.shape[1],),
         inputs=dict(
@@ -78,17 +79,15 @@ def _call(kernel, name, addend, mailboxes, turn, config, interpret, inputs, outp
         outputs=dict(next=jax.ShapeDtypeStruct((1,), jnp.int32), **outputs),
         updates={},
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
-    return results, turn if interpret else results["next"].reshape(())
+    return results, turn if run.interpret else results["next"].reshape(())
 
 
-def all_reduce(
-    addend: jax.Array, mailboxes: Mailboxes, turn: jax.Array, *, config: Config | None = None, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def all_reduce(addend: jax.Array, mailboxes: Mailboxes, turn: jax.Array, *, run: Run) -> tuple[jax.Array, jax.Array]:
     """See api.py."""
     outputs = dict(total=jax.ShapeDtypeStruct(addend.shape[1:], jnp.float32))
-    results, turn = _call(_kernel, "all_reduce", addend, mailboxes, turn, config, interpret, {}, outputs)
+    results, turn = _call(_kernel, "all_reduce", addend, mailboxes, turn, run, {}, outputs)
     return results["total"], turn
 
 
@@ -103,12 +102,11 @@ def all_reduce_rms_norm(
     offset: float,
     scale: float,
     out_dtype: jnp.dtype,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See api.py."""
     kernel = functools.partial(_norm_kernel, epsilon=epsilon, offset=offset, scale=scale)
     inputs = dict(x=x, weight=weight)
     outputs = dict(total=jax.ShapeDtypeStruct(x.shape, x.dtype), normed=jax.ShapeDtypeStruct(x.shape, out_dtype))
-    results, turn = _call(kernel, "all_reduce_rms_norm", addend, mailboxes, turn, config, interpret, inputs, outputs)
+    results, turn = _call(kernel, "all_reduce_rms_norm", addend, mailboxes, turn, run, inputs, outputs)
     return results["total"], results["normed"], turn

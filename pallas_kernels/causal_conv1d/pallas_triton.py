@@ -17,7 +17,9 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._math import silu
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import NULL_BLOCK, WindowLayout
-from pallas_kernels.causal_conv1d.config import Config, PrefillConfig, default_config, default_prefill_config
+from pallas_kernels.causal_conv1d.config import default_config, default_prefill_config
+from pallas_kernels.dispatch import Run
+from pallas_kernels.rows import Rows
 
 _WORD = 16  # the number of tokens whose row starts fit into one int32, with those of the width-2 tokens before them
 
@@ -117,45 +119,37 @@ def _update_kernel(
 def causal_conv1d_update(
     x: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
     weight: jax.Array,
     bias: jax.Array | None,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    window_row: jax.Array,
-    write_block: jax.Array,
-    boundary_row: jax.Array | None = None,
-    boundary_block: jax.Array | None = None,
+    rows: Rows,
     *,
     activation: str | None,
     parts: tuple[int, ...],
     layout: WindowLayout,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Launches the update kernel. See api.py."""
-    rows = read_block.shape[0]
-    config = config or default_config(layout)
+    config = run.config or default_config(layout)
     results = pt.call(
         functools.partial(_update_kernel, tile=config.tile, activation=activation, parts=parts, layout=layout),
         name="causal_conv1d_update",
-        grid=(-(-x.shape[1] // config.tile), max(x.shape[0], rows)),
+        grid=(-(-x.shape[1] // config.tile), max(x.shape[0], rows.num_rows)),
         inputs=dict(
             x=x,
-            layer=layer,
+            layer=rows.layer,
             weight=weight,
             bias=bias,
-            query_start_loc=query_start_loc,
-            read_block=read_block,
-            window_row=window_row,
-            write_block=write_block,
-            boundary_row=boundary_row,
-            boundary_block=boundary_block,
+            query_start_loc=rows.query_start_loc,
+            read_block=rows.window_read,
+            window_row=rows.window_row,
+            write_block=rows.write[:, 0],
+            boundary_row=None if rows.boundary is None else rows.boundary.row,
+            boundary_block=None if rows.boundary is None else rows.boundary.block,
         ),
         outputs=pt.part_shapes(x.shape[0], parts, x.dtype),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
     pool = results.pop("pool")
     return tuple(results.values()), pool
@@ -249,46 +243,38 @@ def _prefill_kernel(
 def causal_conv1d_prefill(
     x: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
     weight: jax.Array,
     bias: jax.Array | None,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    window_row: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None = None,
-    checkpoint_block: jax.Array | None = None,
+    rows: Rows,
     *,
     activation: str | None,
     parts: tuple[int, ...],
     layout: WindowLayout,
-    config: PrefillConfig | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Launches the prefill kernel. See api.py."""
-    config = config or default_prefill_config(layout)
+    config = run.config or default_prefill_config(layout)
     block = max(config.block, weight.shape[0] - 1)
-    options = dict(activation=activation, parts=parts, layout=layout, interpret=interpret)
+    options = dict(activation=activation, parts=parts, layout=layout, interpret=run.interpret)
     results = pt.call(
         functools.partial(_prefill_kernel, tile=config.tile, block=block, **options),
         name="causal_conv1d_prefill",
-        grid=(-(-weight.shape[1] // config.tile), read_block.shape[0] + -(-x.shape[0] // block)),
+        grid=(-(-weight.shape[1] // config.tile), rows.num_rows + -(-x.shape[0] // block)),
         inputs=dict(
             x=x,
-            layer=layer,
+            layer=rows.layer,
             weight=weight,
             bias=bias,
-            query_start_loc=query_start_loc,
-            read_block=read_block,
-            window_row=window_row,
-            write_block=write_block,
-            checkpoint_offset=checkpoint_offset,
-            checkpoint_block=checkpoint_block,
+            query_start_loc=rows.query_start_loc,
+            read_block=rows.window_read,
+            window_row=rows.window_row,
+            write_block=rows.write[:, 0],
+            **rows.checkpoint_inputs,
         ),
         outputs=pt.part_shapes(x.shape[0], parts, x.dtype),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
     pool = results.pop("pool")
     return tuple(results.values()), pool

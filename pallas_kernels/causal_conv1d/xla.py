@@ -4,18 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu
-from pallas_kernels.blocks import NULL_BLOCK, WindowLayout, per_row, places_to_keep, write_blocks
-from pallas_kernels.rows import cut_columns, token_rows
+from pallas_kernels.blocks import NULL_BLOCK, WindowLayout, per_row, write_blocks
+from pallas_kernels.rows import Rows, cut_columns, kept_states, token_rows
 
 
-def _history(
-    pool: jax.Array, layer: jax.Array, read_block: jax.Array, window_row: jax.Array, width: int, layout: WindowLayout
-) -> jax.Array:
-    """Returns the width-1 inputs before each row, [rows, width-1, channels], in the pool's dtype."""
-    window_row = window_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
+def _history(pool: jax.Array, rows: Rows, first_row: jax.Array, width: int, layout: WindowLayout) -> jax.Array:
+    """Returns the width-1 inputs from a window row on, [rows, width-1, channels], in the pool's dtype."""
+    window_row = first_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
     place = (window_row,) if layout == "SD" else (slice(None), window_row)
-    history = pool.at[layer, read_block[:, None], *place].get(mode="clip")
-    return jnp.where(per_row(read_block != NULL_BLOCK, history), history, jnp.zeros_like(history))
+    history = pool.at[rows.layer, rows.window_read[:, None], *place].get(mode="clip")
+    return jnp.where(per_row(rows.window_read != NULL_BLOCK, history), history, jnp.zeros_like(history))
 
 
 def _convolve(
@@ -56,7 +54,9 @@ def _windows(x: jax.Array, history: jax.Array, start: jax.Array, at: jax.Array) 
     return jnp.where((at >= 0)[..., None], tokens, before)
 
 
-def _keep(pool: jax.Array, layer: jax.Array, block: jax.Array, windows: jax.Array, layout: WindowLayout) -> jax.Array:
+def _keep(
+    pool: jax.Array, layer: int | jax.Array, block: jax.Array, windows: jax.Array, layout: WindowLayout
+) -> jax.Array:
     """Writes windows [rows, window, channels] to blocks [rows] and returns the new pool."""
     return write_blocks(pool, layer, block, windows if layout == "SD" else windows.swapaxes(1, 2))
 
@@ -64,15 +64,9 @@ def _keep(pool: jax.Array, layer: jax.Array, block: jax.Array, windows: jax.Arra
 def causal_conv1d_update(
     x: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
     weight: jax.Array,
     bias: jax.Array | None,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    window_row: jax.Array,
-    write_block: jax.Array,
-    boundary_row: jax.Array | None = None,
-    boundary_block: jax.Array | None = None,
+    rows: Rows,
     *,
     activation: str | None,
     parts: tuple[int, ...],
@@ -80,32 +74,26 @@ def causal_conv1d_update(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Convolves decode and verify rows. See api.py."""
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
-    start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
-    history = _history(pool, layer, read_block, window_row, width, layout)
-    y = _convolve(x, history, weight, bias, query_start_loc, activation)
+    start, length = rows.query_start_loc[:-1], jnp.diff(rows.query_start_loc)
+    history = _history(pool, rows, rows.window_row, width, layout)
+    y = _convolve(x, history, weight, bias, rows.query_start_loc, activation)
     at = jnp.broadcast_to(jnp.arange(window, dtype=jnp.int32) - (width - 2), (length.shape[0], window))
     kept = jnp.where((at < length[:, None])[..., None], _windows(x, history, start, at), 0)
-    block = jnp.where(length > 0, write_block, NULL_BLOCK)
-    if boundary_row is not None and boundary_block is not None:
+    block = jnp.where(length > 0, rows.write[:, 0], NULL_BLOCK)
+    if rows.boundary is not None:
         # All windows are written at once, so that they are read before the pool changes.
-        boundary = _history(pool, layer, read_block, boundary_row, width, layout)
+        boundary = _history(pool, rows, rows.boundary.row, width, layout)
         boundary = jnp.pad(boundary, ((0, 0), (0, window - (width - 1)), (0, 0)))
-        block, kept = jnp.concatenate([boundary_block, block]), jnp.concatenate([boundary, kept])
-    return cut_columns(y, parts), _keep(pool, layer, block, kept, layout)
+        block, kept = jnp.concatenate([rows.boundary.block, block]), jnp.concatenate([boundary, kept])
+    return cut_columns(y, parts), _keep(pool, rows.layer, block, kept, layout)
 
 
 def causal_conv1d_prefill(
     x: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
     weight: jax.Array,
     bias: jax.Array | None,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    window_row: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None = None,
-    checkpoint_block: jax.Array | None = None,
+    rows: Rows,
     *,
     activation: str | None,
     parts: tuple[int, ...],
@@ -114,11 +102,11 @@ def causal_conv1d_prefill(
     """Convolves rows of any length. See api.py."""
     x = x[:, : weight.shape[1]]
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
-    history = _history(pool, layer, read_block, window_row, width, layout)
-    y = _convolve(x, history, weight, bias, query_start_loc, activation)
-    offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
+    history = _history(pool, rows, rows.window_row, width, layout)
+    y = _convolve(x, history, weight, bias, rows.query_start_loc, activation)
+    offset, block = kept_states(rows)
     for n in range(offset.shape[1]):
         at = offset[:, n, None] - (width - 1) + jnp.arange(width - 1, dtype=jnp.int32)[None]
-        kept = jnp.pad(_windows(x, history, query_start_loc[:-1], at), ((0, 0), (0, window - (width - 1)), (0, 0)))
-        pool = _keep(pool, layer, block[:, n], kept, layout)
+        kept = jnp.pad(_windows(x, history, rows.query_start_loc[:-1], at), ((0, 0), (0, window - (width - 1)), (0, 0)))
+        pool = _keep(pool, rows.layer, block[:, n], kept, layout)
     return cut_columns(y, parts), pool

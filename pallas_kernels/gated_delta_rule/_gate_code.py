@@ -1,28 +1,28 @@
-"""The gates of a head, computed by single threads on Hopper GPUs. `gates` in xla.py computes the same."""
+"""The gates of a head, computed by single threads on Hopper GPUs. `Gates.compute` computes the same."""
 
 from typing import Any, NamedTuple
 
 from pallas_kernels import hopper as hp
+from pallas_kernels.gated_delta_rule.gates import Gates
 
 
 class Gate(NamedTuple):
     """How gates and factors of vectors are computed: see the arguments of `gated_delta_rule_update`."""
 
-    lower_bound: float | None
-    allow_neg_eigval: bool
+    gates: Gates
     scale: float
     use_qk_l2norm: bool
 
     def log_decay(self, raw: Any, rate: Any, bias: Any) -> Any:
         """Returns the log decay of a token, given its raw projection, `A_log` and `dt_bias`, all in float32."""
         raw, rate = raw + bias, hp.exp(rate)
-        if self.lower_bound is None:
+        if self.gates.lower_bound is None:
             return -(rate * hp.softplus(raw))
-        return hp.f32(self.lower_bound) * _sigmoid(rate * raw)
+        return hp.f32(self.gates.lower_bound) * _sigmoid(rate * raw)
 
     def beta(self, raw: Any) -> Any:
         """Returns the strength of a token's correction, given its raw projection in float32."""
-        return _sigmoid(raw) * (2.0 if self.allow_neg_eigval else 1.0)
+        return _sigmoid(raw) * (2.0 if self.gates.allow_neg_eigval else 1.0)
 
 
 def _sigmoid(x: Any) -> Any:

@@ -4,16 +4,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels._check import check_layout, checked, require
 from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.blocks import StateLayout, state_dims
-from pallas_kernels.chunks import Chunks, check_prefill
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.chunks import check_chunks
+from pallas_kernels.dispatch import Run, dispatch
 from pallas_kernels.gated_delta_rule import pallas_triton, xla
 from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
+from pallas_kernels.gated_delta_rule.gates import Gates
 from pallas_kernels.gated_delta_rule.prefill import launch
+from pallas_kernels.rows import Rows
 
 Pool = Float[Array, "layers blocks value_heads value_dim key_dim"]
 PoolKV = Float[Array, "layers blocks value_heads key_dim value_dim"]
@@ -26,8 +28,7 @@ def gated_delta_rule_gates(
     A_log: Float[Array, " value_heads"],
     dt_bias: Float[Array, " value_heads"] | Float[Array, "value_heads key_dim"],
     *,
-    lower_bound: float | None = None,
-    allow_neg_eigval: bool = False,
+    gates: Gates = Gates(),
 ) -> tuple[
     Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
     Float32[Array, "tokens value_heads"],
@@ -42,26 +43,25 @@ def gated_delta_rule_gates(
         b: Raw projection of beta, per head.
         A_log: Logarithm of the decay rate, per head.
         dt_bias: Bias that is added to `a`. It has the trailing axes of `a`.
-        lower_bound: Lower bound of g for the bounded gate, negative. None selects the softplus gate.
-        allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
+        gates: Which gates the model has.
 
     Returns:
         g, which has the shape of `a`, and beta, which has the shape of `b`.
 
     Raises:
-        ValueError: if a shape breaks the contract, or if `lower_bound` is not negative.
+        ValueError: if a shape breaks the contract, or if `gates.lower_bound` is not negative.
     """
-    _check_gates("gated_delta_rule_gates", a, dt_bias, lower_bound)
+    _check_gates("gated_delta_rule_gates", a, dt_bias, gates)
     A_log = A_log.reshape(-1, *(1,) * (a.ndim - 2))
-    return xla.gates(a, b, A_log, dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
+    return gates.compute(a, b, A_log, dt_bias)
 
 
-def _check_gates(name: str, a: jax.Array, dt_bias: jax.Array, lower_bound: float | None) -> None:
+def _check_gates(name: str, a: jax.Array, dt_bias: jax.Array, gates: Gates) -> None:
     require(
         dt_bias.shape == a.shape[1:],
         f"{name}: dt_bias must have the shape {a.shape[1:]} of one token of a, got {dt_bias.shape}",
     )
-    require(lower_bound is None or lower_bound < 0, f"{name}: lower_bound must be negative or None, got {lower_bound}")
+    gates.checked(name)
 
 
 @checked
@@ -72,24 +72,18 @@ def gated_delta_rule_update(
     A_log: Float[Array, " value_heads"],
     dt_bias: Float[Array, " value_heads"] | Float[Array, "value_heads key_dim"],
     pool: Pool | PoolKV,
-    layer: int | Int32[Array, ""],
-    query_start_loc: Int32[Array, " rows_plus_1"],
-    read_block: Int32[Array, " rows"],
-    write_blocks: Int32[Array, "rows window"],
+    rows: Rows,
     *,
-    lower_bound: float | None = None,
-    allow_neg_eigval: bool = False,
+    gates: Gates = Gates(),
     scale: float | None = None,
     use_qk_l2norm: bool = True,
     layout: StateLayout = "VK",
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
     """Runs the gated delta rule over decode and verify rows, in one launch, and keeps the state after each token.
 
     It takes the convolution's outputs and the raw gates as the projections give them. The state after token t of row r
-    is written to write_blocks[r, t].
+    is written to `rows.write[r, t]`.
 
     For one value head h with key head h // (value_heads // key_heads), its state S [value_dim, key_dim] and one token::
 
@@ -119,29 +113,20 @@ def gated_delta_rule_update(
         dt_bias: Bias that is added to `a`. It has the trailing axes of `a`.
         pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
             otherwise.
-        layer: The layer whose blocks are read and written.
-        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
-            that entry.
-        read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
-        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A
-            row has at most `window` tokens. A block may be the row's own read block.
-        lower_bound: Lower bound of g for the bounded gate, negative. None selects the softplus gate.
-        allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
+        rows: The rows, with `read` and `write`. The state after token t of row r goes to write[r, t].
+        gates: Which gates the model has.
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
         layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
             value_dim].
-        implementation: "xla", "triton" or "mosaic_gpu". None selects the first of Mosaic GPU, on a Hopper GPU, Triton,
-            on any CUDA GPU, and XLA that can run the arguments.
-        config: Launch configuration of the Triton kernel. None selects the default.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+        run: How it runs: by "xla", "triton" or "mosaic_gpu", with a `Config` for the Triton kernel.
 
     Returns:
         The outputs in qkv's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
+        UnsupportedError: if `run` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
             arrays of 16 or 32 bits, layout "VK", a decay per head, value_dim in multiples of 64, 128, 256 or 512 bytes of
             keys per value dim, and no `config`, and needs JAX 0.11.2 or newer.
     """
@@ -153,18 +138,17 @@ def gated_delta_rule_update(
         f"gated_delta_rule_update: qkv must have 2 * key_heads * {key_dim} + {value_heads} * {value_dim} channels, "
         f"where key_heads divides {value_heads}, got {qkv.shape[1]}",
     )
-    _check_gates("gated_delta_rule_update", a, dt_bias, lower_bound)
+    _check_gates("gated_delta_rule_update", a, dt_bias, gates)
     wanted = a.shape[2] if a.ndim == 3 else key_dim
     require(
         key_dim == wanted,
         f"gated_delta_rule_update: pool must have {wanted} key dims as {layout}, got {list(pool.shape)}",
     )
-    if qkv.shape[0] == 0 or read_block.shape[0] == 0:
+    rows, run = rows.having("gated_delta_rule_update", "read", "write"), run.checked("gated_delta_rule_update", Config)
+    if qkv.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype), pool
-    operands = (qkv, a, b, A_log, dt_bias, pool, jnp.int32(layer), query_start_loc, read_block, write_blocks)
-    scale = key_dim**-0.5 if scale is None else scale
-    options = scale, use_qk_l2norm, layout, implementation, config, interpret
-    return _update(operands, lower_bound, allow_neg_eigval, *options)
+    operands = (qkv, a, b, A_log, dt_bias, pool, rows)
+    return _update(operands, gates, key_dim**-0.5 if scale is None else scale, use_qk_l2norm, layout, run)
 
 
 @checked
@@ -175,17 +159,12 @@ def gated_delta_rule_recurrent(
     g: Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
     beta: Float32[Array, "tokens value_heads"],
     pool: Pool | PoolKV,
-    layer: int | Int32[Array, ""],
-    query_start_loc: Int32[Array, " rows_plus_1"],
-    read_block: Int32[Array, " rows"],
-    write_blocks: Int32[Array, "rows window"],
+    rows: Rows,
     *,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
     layout: StateLayout = "VK",
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
     """Runs the gated delta rule over decode and verify rows from queries, keys, values, log decays and beta.
 
@@ -200,34 +179,27 @@ def gated_delta_rule_recurrent(
         beta: Correction strength, in [0, 2].
         pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
             otherwise.
-        layer: The layer whose blocks are read and written.
-        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
-            that entry.
-        read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
-        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A
-            row has at most `window` tokens. A block may be the row's own read block.
+        rows: The rows, with `read` and `write`. The state after token t of row r goes to write[r, t].
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
         layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
             value_dim].
-        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
-            the arguments, and XLA otherwise.
-        config: Launch configuration of the Triton kernel. None selects the default.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
         The outputs in v's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
+        UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments.
     """
-    _check_heads("gated_delta_rule_recurrent", k, v, pool, layout)
-    if v.shape[0] == 0 or read_block.shape[0] == 0:
+    name = "gated_delta_rule_recurrent"
+    _check_heads(name, k, v, pool, layout)
+    rows, run = rows.having(name, "read", "write"), run.checked(name, Config)
+    if v.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros_like(v), pool
-    operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, read_block, write_blocks)
     scale = k.shape[2] ** -0.5 if scale is None else scale
-    return _recurrent(operands, scale, use_qk_l2norm, layout, implementation, config, interpret)
+    return _recurrent((q, k, v, g, beta, pool, rows), scale, use_qk_l2norm, layout, run)
 
 
 def _check_heads(name: str, k: jax.Array, v: jax.Array, pool: jax.Array, layout: StateLayout) -> None:
@@ -251,24 +223,16 @@ def gated_delta_rule_prefill(
     g: Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
     beta: Float32[Array, "tokens value_heads"],
     pool: Pool | PoolKV,
-    layer: int | Int32[Array, ""],
-    query_start_loc: Int32[Array, " rows_plus_1"],
-    chunks: Chunks,
-    read_block: Int32[Array, " rows"],
-    write_block: Int32[Array, " rows"],
-    checkpoint_offset: Int32[Array, "rows checkpoints"] | None = None,
-    checkpoint_block: Int32[Array, "rows checkpoints"] | None = None,
+    rows: Rows,
     *,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
     layout: StateLayout = "VK",
-    implementation: Implementation | None = None,
-    config: PrefillConfig | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
     """Runs the gated delta rule over rows of any length, chunk by chunk, and keeps each row's final state.
 
-    The equations are those of `gated_delta_rule_update`. Chunks end at multiples of `chunks.chunk_size` in the
+    The equations are those of `gated_delta_rule_update`. Chunks end at multiples of `rows.chunks.chunk_size` in the
     sequence's absolute position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in
     one call, were split at the end of a chunk, or resumed from a block. "xla" can be differentiated.
 
@@ -290,110 +254,94 @@ def gated_delta_rule_prefill(
         beta: Correction strength, in [0, 2].
         pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
             otherwise.
-        layer: The layer whose blocks are read and written.
-        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
-            that entry.
-        chunks: The result of `chunk_rows` for the same rows.
-        read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
-        write_block: The block that receives each row's final state. NULL_BLOCK skips the write. It may be the row's own
-            read block.
-        checkpoint_offset: Numbers of tokens of the row after which the state is kept as well, in ascending order. Each
-            must be the end of a chunk.
-        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset.
-            It may be the row's own read block.
+        rows: The rows, with `read`, `write` and `chunks`. The state after row r goes to write[r, 0]. `checkpoints` may be
+            given: after these numbers of tokens, each the end of a chunk, the state is kept as well.
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
         layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
             value_dim].
-        implementation: "xla", "triton" or "mosaic_gpu". None selects the first of Mosaic GPU, on a Hopper GPU, Triton,
-            on any CUDA GPU, and XLA that can run the arguments.
-        config: Launch configuration of the Triton kernels. None selects the default.
-        interpret: Whether to run the Triton kernels' bodies as plain JAX, on any platform.
+        run: How it runs: by "xla", "triton" or "mosaic_gpu", with a `PrefillConfig` for the Triton kernels.
 
     Returns:
         The outputs in v's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: if a shape or dtype breaks the contract, if `chunks` was made for other rows, or if only one of the
-            checkpoint arguments is given.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments. If it is "mosaic_gpu",
+        ValueError: if a shape or dtype breaks the contract, or if the rows lack a field or have chunks of other rows.
+        UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments. If it is "mosaic_gpu",
             because q, k or v is not bfloat16, the chunk size is not 64, key_dim is not 64 or 128, value_dim is not a
             multiple of 64, a `config` is given, or JAX is too old.
     """
     name = "gated_delta_rule_prefill"
     _check_heads(name, k, v, pool, layout)
-    if v.shape[0] == 0 or read_block.shape[0] == 0:
+    rows = rows.having(name, "read", "write", "chunks", optional=("checkpoints",))
+    run = run.checked(name, PrefillConfig)
+    if v.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros_like(v), pool
-    checkpoints = check_prefill(name, v, read_block, chunks, checkpoint_offset, checkpoint_block)
-    operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, chunks, read_block, write_block)
-    operands += checkpoints
+    check_chunks(name, rows.chunks, rows.num_rows, v.shape[0])
     scale = k.shape[2] ** -0.5 if scale is None else scale
-    unsupported = launch.unsupported(chunks.chunk_size, k.shape[-1])
-    return _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, interpret, unsupported)
+    unsupported = launch.unsupported(rows.chunks.chunk_size, k.shape[-1])
+    return _prefill((q, k, v, g, beta, pool, rows), scale, use_qk_l2norm, layout, run, unsupported)
 
 
-_STATIC = ("scale", "use_qk_l2norm", "layout", "implementation", "config", "interpret")
+_STATIC = ("scale", "use_qk_l2norm", "layout", "run")
 
 
-@functools.partial(jax.jit, static_argnames=("lower_bound", "allow_neg_eigval", *_STATIC))
-def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, layout, implementation, config, interpret):
-    gates = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
-    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout, **gates)
+@functools.partial(jax.jit, static_argnames=("gates", *_STATIC))
+def _update(operands, gates, scale, use_qk_l2norm, layout, run):
+    options = dict(gates=gates, scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout)
     return dispatch(
         "gated_delta_rule_update",
-        implementation,
+        run.implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_update, **options),
-        triton=functools.partial(pallas_triton.gated_delta_rule_update, **options, config=config, interpret=interpret),
-        mosaic_gpu=_update_by_mosaic_gpu(operands, options, implementation, config, interpret),
+        triton=functools.partial(pallas_triton.gated_delta_rule_update, **options, run=run),
+        mosaic_gpu=_update_by_mosaic_gpu(operands, options, run),
     )
 
 
-def _update_by_mosaic_gpu(operands, options, implementation, config, interpret):
+def _update_by_mosaic_gpu(operands, options, run):
     """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
-    if reason := unavailable(implementation, config, interpret):
+    if reason := unavailable(run):
         return reason
     from pallas_kernels.gated_delta_rule import sm90
 
-    *inputs, pool = operands[:6]
+    *inputs, pool, _ = operands
     reason = sm90.unsupported(inputs, pool, options["layout"])
     return reason or functools.partial(sm90.gated_delta_rule_update, **options)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _recurrent(operands, scale, use_qk_l2norm, layout, implementation, config, interpret):
+def _recurrent(operands, scale, use_qk_l2norm, layout, run):
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout)
     return dispatch(
         "gated_delta_rule_recurrent",
-        implementation,
+        run.implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_recurrent, **options),
-        triton=functools.partial(
-            pallas_triton.gated_delta_rule_recurrent, **options, config=config, interpret=interpret
-        ),
+        triton=functools.partial(pallas_triton.gated_delta_rule_recurrent, **options, run=run),
     )
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "unsupported"))
-def _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, interpret, unsupported):
+def _prefill(operands, scale, use_qk_l2norm, layout, run, unsupported):
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout)
     return dispatch(
         "gated_delta_rule_prefill",
-        implementation,
+        run.implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_prefill, **options),
-        triton=functools.partial(launch.gated_delta_rule_prefill, **options, config=config, interpret=interpret),
+        triton=functools.partial(launch.gated_delta_rule_prefill, **options, run=run),
         unsupported=unsupported,
-        mosaic_gpu=_prefill_by_mosaic_gpu(operands, options, implementation, config, interpret),
+        mosaic_gpu=_prefill_by_mosaic_gpu(operands, options, run),
     )
 
 
-def _prefill_by_mosaic_gpu(operands, options, implementation, config, interpret):
+def _prefill_by_mosaic_gpu(operands, options, run):
     """Returns the Mosaic GPU kernels, or the reason why they cannot run. They are imported only where they may run."""
-    if reason := unavailable(implementation, config, interpret):
+    if reason := unavailable(run):
         return reason
     from pallas_kernels.gated_delta_rule.prefill import chunk_states_64_sm90, sm90
 
-    q, k, v, _, _, _, _, _, chunks = operands[:9]
-    reason = chunk_states_64_sm90.unsupported(q, k, v, chunks.chunk_size)
+    q, k, v, *_, rows = operands
+    reason = chunk_states_64_sm90.unsupported(q, k, v, rows.chunks.chunk_size)
     return reason or functools.partial(sm90.gated_delta_rule_prefill, **options)

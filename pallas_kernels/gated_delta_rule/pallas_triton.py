@@ -10,8 +10,11 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import _state_rows
 from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import StateLayout, state_dims
-from pallas_kernels.gated_delta_rule.config import Config, default_config
-from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
+from pallas_kernels.dispatch import Run
+from pallas_kernels.gated_delta_rule.config import default_config
+from pallas_kernels.gated_delta_rule.gates import Gates
+from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
+from pallas_kernels.rows import Rows
 
 
 def _recurrence(
@@ -22,7 +25,7 @@ def _recurrence(
     refs: Refs,
     scale: float,
     use_qk_l2norm: bool,
-    gate: dict[str, Any],
+    gates: Gates,
     layout: StateLayout,
 ) -> _state_rows.Recurrence:
     """Makes the recurrence of one head, for `_state_rows.advance_rows`.
@@ -34,7 +37,7 @@ def _recurrence(
         refs: Reads `qkv`, `a`, `b`, `A_log` and `dt_bias`, or, if `qkv` is None, `q`, `k`, `v`, `g` and `beta`.
         scale: Factor of the queries.
         use_qk_l2norm: Whether queries and keys are normalised.
-        gate: Options of `gates`, which computes g and beta if `qkv` is given.
+        gates: How g and beta are computed if `qkv` is given.
         layout: The layout of the states in the pool.
     """
     value_heads, value_dim, key_dim = state_dims(refs.pool, layout)
@@ -61,7 +64,7 @@ def _recurrence(
             return q, k, v, of_head(refs.a, token), of_head(refs.b, token)
 
         def log_decay_and_beta(a, b):
-            return gates(a, b, *of_gate, **gate)
+            return gates.compute(a, b, *of_gate)
     else:
         key_head = head // (value_heads // refs.k.shape[1])
 
@@ -92,18 +95,17 @@ def _recurrence(
 
 def _update(
     inputs: dict[str, jax.Array | None],
-    rows: tuple[jax.Array, jax.Array, jax.Array],
+    rows: Rows,
     pool: jax.Array,
     out: jax.ShapeDtypeStruct,
     *,
     layout: StateLayout,
-    config: Config | None,
-    interpret: bool,
+    run: Run,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the update kernel. `rows` are query_start_loc, read_block and write_blocks."""
-    _, read_block, write_blocks = rows
-    config = config or default_config(read_block.shape[0], write_blocks.shape[1], pool.dtype.itemsize, layout)
+    """Launches the update kernel."""
+    config = run.config or default_config(rows.num_rows, rows.write.shape[1], pool.dtype.itemsize, layout)
+    where = dict(query_start_loc=rows.query_start_loc, read_block=rows.read, write_blocks=rows.write)
 
     def kernel(refs):
         recurrence = functools.partial(_recurrence, refs=refs, layout=layout, **options)
@@ -112,12 +114,12 @@ def _update(
     results = pt.call(
         kernel,
         name="gated_delta_rule_update",
-        grid=_state_rows.grid(out, read_block.shape[0], config.block_value),
-        inputs=inputs | dict(zip(("query_start_loc", "read_block", "write_blocks"), rows, strict=True)),
+        grid=_state_rows.grid(out, rows.num_rows, config.block_value),
+        inputs=inputs | dict(layer=rows.layer) | where,
         outputs={"out": out},
         updates={"pool": pool},
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
     return results["out"], results["pool"]
 
@@ -129,31 +131,25 @@ def gated_delta_rule_update(
     A_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    write_blocks: jax.Array,
+    rows: Rows,
     *,
     scale: float,
     use_qk_l2norm: bool,
     layout: StateLayout,
-    lower_bound: float | None,
-    allow_neg_eigval: bool,
-    config: Config | None = None,
-    interpret: bool = False,
+    gates: Gates,
+    run: Run,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel on the convolution's outputs and raw gates. See api.py."""
     return _update(
-        dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, layer=layer),
-        (query_start_loc, read_block, write_blocks),
+        dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias),
+        rows,
         pool,
         jax.ShapeDtypeStruct((qkv.shape[0], *state_dims(pool, layout)[:2]), qkv.dtype),
         layout=layout,
-        config=config,
+        run=run,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
-        gate=dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval),
-        interpret=interpret,
+        gates=gates,
     )
 
 
@@ -164,27 +160,22 @@ def gated_delta_rule_recurrent(
     g: jax.Array,
     beta: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    write_blocks: jax.Array,
+    rows: Rows,
     *,
     scale: float,
     use_qk_l2norm: bool,
     layout: StateLayout,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel on separate queries, keys, values and gates. See api.py."""
     return _update(
-        dict(qkv=None, q=q, k=k, v=v, g=g, beta=beta, layer=layer),
-        (query_start_loc, read_block, write_blocks),
+        dict(qkv=None, q=q, k=k, v=v, g=g, beta=beta),
+        rows,
         pool,
         jax.ShapeDtypeStruct(v.shape, v.dtype),
         layout=layout,
-        config=config,
+        run=run,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
-        gate={},
-        interpret=interpret,
+        gates=Gates(),
     )

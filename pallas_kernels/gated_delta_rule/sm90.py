@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.gated_delta_rule._gate_code import Gate
+from pallas_kernels.gated_delta_rule.gates import Gates
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 from pallas_kernels.hopper import state_warps
 from pallas_kernels.hopper.state_warps import State, Warp
+from pallas_kernels.rows import Rows
 
 
 def unsupported(inputs: Sequence[jax.Array], pool: jax.Array, layout: StateLayout) -> str | None:
@@ -77,25 +79,21 @@ def gated_delta_rule_update(
     A_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    write_blocks: jax.Array,
+    rows: Rows,
     *,
     scale: float,
     use_qk_l2norm: bool,
     layout: StateLayout,
-    lower_bound: float | None,
-    allow_neg_eigval: bool,
+    gates: Gates,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel. See api.py."""
-    gate = Gate(lower_bound, allow_neg_eigval, scale, use_qk_l2norm)
+    gate = Gate(gates, scale, use_qk_l2norm)
     return state_warps.advance_states(
         "gated_delta_rule_update",
         lambda refs, warp: _DeltaRule(refs, warp, gate),
         dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias),
         jax.ShapeDtypeStruct((qkv.shape[0], *pool.shape[2:4]), qkv.dtype),
         pool,
-        layer,
-        (query_start_loc, read_block, write_blocks),
+        rows.layer,
+        (rows.query_start_loc, rows.read, rows.write),
     )

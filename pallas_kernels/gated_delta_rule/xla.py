@@ -7,33 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._math import softplus
-from pallas_kernels.blocks import StateLayout, places_to_keep, read_blocks, state_dims, write_blocks, write_kept
-from pallas_kernels.chunks import Chunks, scan_chunks
-from pallas_kernels.rows import token_rows
+from pallas_kernels.blocks import StateLayout, read_blocks, state_dims, write_blocks, write_kept
+from pallas_kernels.chunks import scan_chunks
+from pallas_kernels.gated_delta_rule.gates import Gates
+from pallas_kernels.rows import Rows, kept_states, token_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 L2_EPSILON = 1e-6
-
-
-def gates(
-    a: jax.Array,
-    b: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    *,
-    lower_bound: float | None = None,
-    allow_neg_eigval: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes g and beta as `gated_delta_rule_gates` in api.py does. `A_log` must broadcast against `a`.
-
-    The update kernel calls it as well.
-    """
-    raw = a.astype(jnp.float32) + jnp.broadcast_to(dt_bias.astype(jnp.float32), a.shape)
-    rate = jnp.broadcast_to(jnp.exp(A_log.astype(jnp.float32)), a.shape)
-    g = -rate * softplus(raw) if lower_bound is None else lower_bound * jax.nn.sigmoid(rate * raw)
-    beta = jax.nn.sigmoid(b.astype(jnp.float32))
-    return g, 2.0 * beta if allow_neg_eigval else beta
 
 
 def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -> tuple[jax.Array, jax.Array]:
@@ -54,10 +34,7 @@ def _advance_rows(
     take: Callable[[jax.Array], tuple[jax.Array, ...]],
     dtype: jnp.dtype,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    write_blocks_: jax.Array,
+    rows: Rows,
     *,
     num_tokens: int,
     scale: float,
@@ -66,12 +43,12 @@ def _advance_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Advances packed rows token by token. take(token) returns the token's q, k, v, g and beta."""
     value_heads, value_dim, key_dim = state_dims(pool, layout)
-    rows = token_rows(query_start_loc, num_tokens)
+    of_token = token_rows(rows.query_start_loc, num_tokens)
 
     def advance(token, carry):
         state, out, pool = carry
-        row, offset = rows.row[token], rows.offset[token]
-        state = jnp.where(offset == 0, _in_layout(read_blocks(pool, layer, read_block[row]), layout), state)
+        row, offset = of_token.row[token], of_token.offset[token]
+        state = jnp.where(offset == 0, _in_layout(read_blocks(pool, rows.layer, rows.read[row]), layout), state)
         q, k, v, g, beta = take(token)
         q, k = (jnp.repeat(x, value_heads // k.shape[0], axis=0) for x in _prepare_qk(q, k, scale, use_qk_l2norm))
         # There is one decay per head, or one per head and key channel.
@@ -79,25 +56,33 @@ def _advance_rows(
         correction = beta[:, None] * (v.astype(jnp.float32) - jnp.sum(state * k[:, None, :], axis=-1))
         state = state + correction[:, :, None] * k[:, None, :]
         out = out.at[token].set(jnp.sum(state * q[:, None, :], axis=-1).astype(dtype))
-        return state, out, write_blocks(pool, layer, write_blocks_[row, offset], _in_layout(state, layout))
+        return state, out, write_blocks(pool, rows.layer, rows.write[row, offset], _in_layout(state, layout))
 
     # Every token runs in the same loop body of one shape, gates included, and the loop has as many turns as there are
     # tokens. A row's bits therefore depend neither on other rows nor on the amount of padding.
     state = jnp.zeros((value_heads, value_dim, key_dim), jnp.float32)
     out = jnp.zeros((num_tokens, value_heads, value_dim), dtype)
-    _, out, pool = jax.lax.fori_loop(query_start_loc[0], query_start_loc[-1], advance, (state, out, pool))
+    first, end = rows.query_start_loc[0], rows.query_start_loc[-1]
+    _, out, pool = jax.lax.fori_loop(first, end, advance, (state, out, pool))
     return out, pool
 
 
 def gated_delta_rule_recurrent(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *rows: Any, **options: Any
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    pool: jax.Array,
+    rows: Rows,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances rows from separate inputs and computed gates. `rows` are the arguments from `pool` on. See api.py."""
+    """Advances rows from separate inputs and computed gates. See api.py."""
 
     def take(token):
         return q[token], k[token], v[token], g[token], beta[token]
 
-    return _advance_rows(take, v.dtype, *rows, num_tokens=v.shape[0], **options)
+    return _advance_rows(take, v.dtype, pool, rows, num_tokens=v.shape[0], **options)
 
 
 def gated_delta_rule_update(
@@ -107,13 +92,13 @@ def gated_delta_rule_update(
     A_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
-    *rows: Any,
-    lower_bound: float | None,
-    allow_neg_eigval: bool,
+    rows: Rows,
+    *,
+    gates: Gates,
     layout: StateLayout,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances rows from the convolution's outputs and raw gates. `rows` are the arguments after `pool`. See api.py."""
+    """Advances rows from the convolution's outputs and raw gates. See api.py."""
     value_heads, value_dim, key_dim = state_dims(pool, layout)
     key_channels = (qkv.shape[1] - value_heads * value_dim) // 2
     A_log = A_log.reshape(-1, *(1,) * (a.ndim - 2))
@@ -121,10 +106,9 @@ def gated_delta_rule_update(
     def take(token):
         q, k = (x.reshape(-1, key_dim) for x in jnp.split(qkv[token, : 2 * key_channels], 2))
         v = qkv[token, 2 * key_channels :].reshape(value_heads, value_dim)
-        bounds = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
-        return q, k, v, *gates(a[token], b[token], A_log, dt_bias, **bounds)
+        return q, k, v, *gates.compute(a[token], b[token], A_log, dt_bias)
 
-    return _advance_rows(take, qkv.dtype, pool, *rows, num_tokens=qkv.shape[0], layout=layout, **options)
+    return _advance_rows(take, qkv.dtype, pool, rows, num_tokens=qkv.shape[0], layout=layout, **options)
 
 
 def _advance_chunk(
@@ -175,13 +159,7 @@ def gated_delta_rule_prefill(
     g: jax.Array,
     beta: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    chunks: Chunks,
-    read_block: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None = None,
-    checkpoint_block: jax.Array | None = None,
+    rows: Rows,
     *,
     scale: float,
     use_qk_l2norm: bool,
@@ -189,7 +167,7 @@ def gated_delta_rule_prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs rows of any length, chunk by chunk. See api.py."""
     num_tokens, repeats = v.shape[0], v.shape[1] // k.shape[1]
-    offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
+    offset, block = kept_states(rows)
     g = g.reshape(*g.shape[:2], -1)
 
     def advance(state, take, _):
@@ -199,6 +177,6 @@ def gated_delta_rule_prefill(
         state, out = _advance_chunk(state, q_c, k_c, v_c, take(g).swapaxes(0, 1), take(beta).T)
         return state, out.swapaxes(0, 1)
 
-    initial = _in_layout(read_blocks(pool, layer, read_block), layout)
-    out, kept = scan_chunks(advance, initial, chunks, query_start_loc, offset, num_tokens)
-    return out.astype(v.dtype), write_kept(pool, layer, block, _in_layout(kept, layout))
+    initial = _in_layout(read_blocks(pool, rows.layer, rows.read), layout)
+    out, kept = scan_chunks(advance, initial, rows.chunks, rows.query_start_loc, offset, num_tokens)
+    return out.astype(v.dtype), write_kept(pool, rows.layer, block, _in_layout(kept, layout))

@@ -337,7 +337,7 @@ def advance_states(
     inputs: dict[str, jax.Array],
     out: jax.ShapeDtypeStruct,
     pool: jax.Array,
-    layer: jax.Array,
+    layer: int | jax.Array,
     rows: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Launches a kernel. Returns its outputs and the updated pool.
@@ -367,5 +367,5 @@ def advance_states(
         grid=(batch_rows, head[0], head[1] // (_WARPS * state_rows)),
         grid_names=("row", "head", "part"),
         kernel_name=name,
-    )(layer.reshape(1), *rows, updated, *inputs.values())
+    )(jnp.reshape(layer, 1), *rows, updated, *inputs.values())
     return results, jax.freeze(updated)

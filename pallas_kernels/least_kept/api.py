@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels._check import checked, require
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
 from pallas_kernels.least_kept import pallas_triton, xla
 from pallas_kernels.least_kept.config import Config
 
@@ -18,9 +18,7 @@ def least_kept(
     top_k: Int32[Array, " rows"],
     top_p: Float32[Array, " rows"],
     *,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> Float32[Array, " rows"]:
     """Returns the least weight of the tokens that `top_k` and `top_p` keep in each row.
 
@@ -38,9 +36,7 @@ def least_kept(
         weights: Probabilities, times a factor per row that makes the largest one 1. From 0 to 1.
         top_k: How many tokens are kept; 0 for all.
         top_p: The share of the total that is kept, more than 0; 1 for all.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel. None selects the default.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
         The least weight; 0 where all tokens are kept, or all but some of weights below 2^-126.
@@ -48,18 +44,19 @@ def least_kept(
     Raises:
         ValueError: if a shape or dtype breaks the contract.
     """
+    run = run.checked("least_kept", Config)
     require(weights.shape[1] >= 1, "least_kept: weights must have at least one token, got none")
     if weights.shape[0] == 0:
         return jnp.zeros((0,), jnp.float32)
-    return _least_kept((weights, top_k, top_p), implementation, config, interpret)
+    return _least_kept((weights, top_k, top_p), run)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "config", "interpret"))
-def _least_kept(operands, implementation, config, interpret):
-    triton = functools.partial(pallas_triton.last_to_reach, config=config, interpret=interpret)
+@functools.partial(jax.jit, static_argnames="run")
+def _least_kept(operands, run):
+    triton = functools.partial(pallas_triton.last_to_reach, run=run)
     return dispatch(
         "least_kept",
-        implementation,
+        run.implementation,
         operands,
         xla=functools.partial(_search, xla.last_to_reach),
         triton=functools.partial(_search, triton),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
+from pallas_kernels.dispatch import Run
 from pallas_kernels.least_kept._bits import WEIGHT_BITS, float_of, weight_of
 from pallas_kernels.least_kept.config import Config, default_config
 
@@ -49,12 +50,10 @@ def _kernel(refs, *, config: Config, shift: int, counts: bool):
     pt.store(refs.sums.at[row, chunk, value], jnp.sum(sums, axis=0))
 
 
-def last_to_reach(
-    weights: jax.Array, enough: jax.Array, *, counts: bool, config: Config | None = None, interpret: bool = False
-) -> jax.Array:
+def last_to_reach(weights: jax.Array, enough: jax.Array, *, counts: bool, run: Run) -> jax.Array:
     """See xla.py."""
     rows, num_tokens = weights.shape
-    config = config or default_config(rows, num_tokens)
+    config = run.config or default_config(rows, num_tokens)
     num_chunks = -(-num_tokens // config.chunk)
     bits, sums = jnp.zeros((rows,), jnp.int32), None
     for shift in range(WEIGHT_BITS - config.bits, -1, -config.bits):
@@ -69,7 +68,7 @@ def last_to_reach(
             ),
             updates={},
             num_warps=config.num_warps,
-            interpret=interpret,
+            interpret=run.interpret,
         )
         bits, sums = results["found"], results["sums"]
     assert sums is not None  # 30 bits take at least one pass

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels._check import checked, dtype_of, require, sizes_of
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
 from pallas_kernels.linear import pallas_triton, xla
 from pallas_kernels.linear.config import MAX_TOKENS, Config, default_config
 
@@ -21,16 +21,14 @@ def linear(
     is_gated: bool = False,
     parts: tuple[int, ...] | None = None,
     out_dtype: str | None = None,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[Float[Array, "tokens _"], ...]:
     """Multiplies every token by weights: y = x weight^T + bias, cut into parts.
 
     With `is_gated`, the first half of y is a gate: the result is silu(gate) * up, where up is the second half.
 
     In a decode step the time of a product is that of reading its weights. The kernel reads them once, in tiles that keep
-    a GPU's memory busy. A call with more than `MAX_TOKENS` tokens runs XLA's product unless `implementation` is "triton".
+    a GPU's memory busy. A call with more than `MAX_TOKENS` tokens runs XLA's product unless `run` names "triton".
 
     A token's result does not depend on other tokens, to the bit, as long as the number of tokens stays the same.
 
@@ -47,19 +45,16 @@ def linear(
         is_gated: Whether the result is silu(gate) * up.
         parts: Sizes of the results, whose columns lie side by side in y, or in silu(gate) * up. None is one result.
         out_dtype: Dtype of the results; None is that of the weights.
-        implementation: "xla" or "triton". None selects Triton for at most `MAX_TOKENS` tokens when the program is lowered
-            for CUDA, and XLA otherwise.
-        config: Launch configuration of the Triton kernel. None selects the default.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
         One array [tokens, size] for each of `parts`.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
+        UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments.
     """
-    outputs = weight.shape[0]
+    outputs, run = weight.shape[0], run.checked("linear", Config)
     _check_dtypes("linear", x, weight)
     require(not is_gated or outputs % 2 == 0, f"linear: gated weights must have an even number of rows, got {outputs}")
     width = outputs // 2 if is_gated else outputs
@@ -68,7 +63,7 @@ def linear(
     if x.shape[0] == 0:
         return tuple(jnp.zeros((0, size), dtype) for size in parts)
     options = dict(is_gated=is_gated, parts=parts, out_dtype=dtype)
-    return _run("linear", (x, weight, bias), tuple(options.items()), implementation, config, interpret)
+    return _run("linear", (x, weight, bias), tuple(options.items()), run)
 
 
 @checked
@@ -76,15 +71,13 @@ def linear_sums(
     x: Float[Array, "tokens inputs"],
     weight: Float[Array, "outputs inputs"],
     *,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> Float[Array, "shares tokens outputs"]:
     """Multiplies every token by weights, and returns sums whose total over the shares is x weight^T.
 
     A product with few outputs keeps a GPU busy only if several programs divide the inputs of each output among them. What
     reads the product, such as `add_rms_norm`, adds their sums on the way, and no kernel is launched for it. How many shares
-    there are depends on shapes and `config` only, and how the product is divided among them on the implementation: "xla"
+    there are depends on shapes and `run` only, and how the product is divided among them on the implementation: "xla"
     puts all of it into the first share.
 
     The sums are float32. "xla" rounds those of more than `MAX_TOKENS` tokens to the weights' dtype, because writing and
@@ -92,13 +85,14 @@ def linear_sums(
 
     See `linear` for the arguments, numerics and errors.
     """
+    run = run.checked("linear_sums", Config)
     _check_dtypes("linear_sums", x, weight)
     if x.shape[0] == 0:
         return jnp.zeros((1, 0, weight.shape[0]), jnp.float32)
     shares = 1
-    if implementation is not None or x.shape[0] <= MAX_TOKENS:
-        shares = (config or default_config(x, weight, is_summed=True)).shares
-    return _run("linear_sums", (x, weight), (("shares", shares),), implementation, config, interpret)
+    if run.implementation is not None or x.shape[0] <= MAX_TOKENS:
+        shares = (run.config or default_config(x, weight, is_summed=True)).shares
+    return _run("linear_sums", (x, weight), (("shares", shares),), run)
 
 
 def _check_dtypes(name: str, x: jax.Array, weight: jax.Array) -> None:
@@ -108,15 +102,14 @@ def _check_dtypes(name: str, x: jax.Array, weight: jax.Array) -> None:
     require(is_right, f"{name}: weight must have {wanted}, got {weight.dtype}")
 
 
-@functools.partial(jax.jit, static_argnames=("op", "options", "implementation", "config", "interpret"))
-def _run(op, operands, options, implementation, config, interpret):
-    if implementation is None and operands[0].shape[0] > MAX_TOKENS:
-        implementation = "xla"
+@functools.partial(jax.jit, static_argnames=("op", "options", "run"))
+def _run(op, operands, options, run):
+    is_large = run.implementation is None and operands[0].shape[0] > MAX_TOKENS
     return dispatch(
         op,
-        implementation,
+        "xla" if is_large else run.implementation,
         operands,
         xla=functools.partial(getattr(xla, op), **dict(options)),
-        triton=functools.partial(getattr(pallas_triton, op), config=config, interpret=interpret, **dict(options)),
+        triton=functools.partial(getattr(pallas_triton, op), run=run, **dict(options)),
         unsupported=pallas_triton.unsupported(operands[0]),
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
+from pallas_kernels.dispatch import Run
 from pallas_kernels.linear import _one_token, xla
 from pallas_kernels.linear.config import Config, default_config
 
@@ -104,24 +105,21 @@ def linear(
     is_gated: bool,
     parts: tuple[int, ...],
     out_dtype: jnp.dtype,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[jax.Array, ...]:
     """See api.py."""
-    config = config or default_config(x, weight, is_gated=is_gated)
+    config = run.config or default_config(x, weight, is_gated=is_gated)
     if config.shares > 1:
-        sums = _sums(x, weight, config, is_gated=is_gated, interpret=interpret)
+        sums = _sums(x, weight, config, is_gated=is_gated, interpret=run.interpret)
         total = functools.reduce(operator.add, [sums[share] for share in range(config.shares)])
         return xla.finish(total, bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
     outputs = pt.part_shapes(x.shape[0], parts, out_dtype)
-    results = _launch(x, weight, bias, outputs, config=config, is_gated=is_gated, interpret=interpret)
+    results = _launch(x, weight, bias, outputs, config=config, is_gated=is_gated, interpret=run.interpret)
     return tuple(results.values())
 
 
-def linear_sums(
-    x: jax.Array, weight: jax.Array, *, shares: int, config: Config | None = None, interpret: bool = False
-) -> jax.Array:
+def linear_sums(x: jax.Array, weight: jax.Array, *, shares: int, run: Run) -> jax.Array:
     """See api.py. `shares` is that of the configuration."""
-    config = config or default_config(x, weight, is_summed=True)
+    config = run.config or default_config(x, weight, is_summed=True)
     assert config.shares == shares, (config, shares)
-    return _sums(x, weight, config, is_gated=False, interpret=interpret)
+    return _sums(x, weight, config, is_gated=False, interpret=run.interpret)

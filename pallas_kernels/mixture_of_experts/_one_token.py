@@ -16,6 +16,7 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
 from pallas_kernels.mixture_of_experts.config import Config, Product
+from pallas_kernels.mixture_of_experts.routing import Routing
 
 
 def _per_turn(blocks: int, most: int) -> int:
@@ -37,10 +38,10 @@ def _load(ref: Any, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array
     return pt.load(ref) if mask is None else pt.load(ref, mask=jnp.broadcast_to(mask, shape), other=0.0)
 
 
-def _up_kernel(refs, *, product: Product, rule: _router.Rule | None, parts: int, activate: Callable[..., jax.Array]):
+def _up_kernel(refs, *, product: Product, routing: Routing | None, parts: int, activate: Callable[..., jax.Array]):
     """Computes `product.columns` outputs of the program's expert, in each part of its weights, and `activate` of them.
 
-    With `rule`, the program chooses its expert for itself, and one more program writes the choice for the second product.
+    With `routing`, the program chooses its expert for itself, and one more program writes the choice for the second product.
     """
     experts, outputs, inputs = refs.weights.shape
     outputs, (num_pairs, _) = outputs // parts, refs.out.shape
@@ -48,12 +49,12 @@ def _up_kernel(refs, *, product: Product, rule: _router.Rule | None, parts: int,
     tiles = -(-outputs // product.columns)
 
     def run():
-        if rule is None:
+        if routing is None:
             pair, expert = slot, refs.chosen[slot]
         else:
             # The programs of shared experts come first, because they have nothing to wait for.
-            pair = jnp.where(slot < rule.shared, rule.top_k + slot, slot - rule.shared)
-            expert = _router.choose_one(refs, 0, rule, pair)
+            pair = jnp.where(slot < routing.shared, routing.top_k + slot, slot - routing.shared)
+            expert = _router.choose_one(refs, 0, routing, pair)
         column, is_column = pt.lanes(tile, product.columns, outputs)
         shape = product.columns, product.depth
         blocks = -(-inputs // product.depth)
@@ -91,14 +92,14 @@ def _up_kernel(refs, *, product: Product, rule: _router.Rule | None, parts: int,
             out = activate(*(jnp.sum(sum_, axis=1) for sum_ in sums))
             pt.store(refs.out.at[pair, column], out.astype(refs.out.dtype), mask=is_column)
 
-    if rule is None:
+    if routing is None:
         run()
         return
     pt.when(tile < tiles)(run)
 
     @pt.when((tile == tiles) & (slot == 0))
     def _():
-        chosen, weigh = _router.choose(refs, 0, rule)
+        chosen, weigh = _router.choose(refs, 0, routing)
         place, is_place = pt.lanes(0, chosen.shape[0], num_pairs)
         pt.store(refs.chosen.at[place], chosen, mask=is_place)
         pt.store(refs.factors.at[place], weigh(), mask=is_place)
@@ -145,10 +146,10 @@ def one_token(
     x: jax.Array,
     up: jax.Array,
     down: jax.Array,
-    routing: Mapping[str, jax.Array | None],
+    choice: Mapping[str, jax.Array | None],
     num_pairs: int,
     *,
-    rule: _router.Rule | None,
+    routing: Routing | None,
     activation: str,
     out_dtype: Any,
     config: Config,
@@ -160,10 +161,10 @@ def one_token(
         x: The token.
         up: See api.py.
         down: See api.py.
-        routing: The token's experts `chosen` [pairs] and their weights `factors` [pairs]; or, with `rule`, what
+        choice: The token's experts `chosen` [pairs] and their weights `factors` [pairs]; or, with `routing`, what
             `_router.choose` reads.
         num_pairs: The number of the token's experts.
-        rule: How the experts are to be chosen. None has them chosen already.
+        routing: How the experts are to be chosen. None has them chosen already.
         activation: See api.py.
         out_dtype: Dtype of the result.
         config: The launch configuration.
@@ -187,16 +188,16 @@ def one_token(
         )
 
     outputs = dict(out=jax.ShapeDtypeStruct((num_pairs, size), x.dtype))
-    if rule is not None:
+    if routing is not None:
         outputs |= dict(
             chosen=jax.ShapeDtypeStruct((num_pairs,), jnp.int32),
             factors=jax.ShapeDtypeStruct((num_pairs,), jnp.float32),
         )
-    kernel = functools.partial(_up_kernel, rule=rule, parts=parts, activate=activate)
-    programs = -(-size // config.up.columns) + (rule is not None), num_pairs
-    given = routing if rule is not None else dict(chosen=routing["chosen"])
+    kernel = functools.partial(_up_kernel, routing=routing, parts=parts, activate=activate)
+    programs = -(-size // config.up.columns) + (routing is not None), num_pairs
+    given = choice if routing is not None else dict(chosen=choice["chosen"])
     found = launch("up", kernel, config.up, programs, dict(x=x, weights=up, **given), outputs)
-    choice = routing if rule is None else dict(chosen=found["chosen"], factors=found["factors"])
+    choice = choice if routing is None else dict(chosen=found["chosen"], factors=found["factors"])
     given = dict(x=found["out"], weights=down, **choice)
     outputs = dict(out=jax.ShapeDtypeStruct((1, hidden), jnp.dtype(out_dtype)))
     return launch("down", _down_kernel, config.down, (-(-hidden // config.down.columns),), given, outputs)["out"]

@@ -2,58 +2,39 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
+from pallas_kernels.dispatch import Run
+from pallas_kernels.mixture_of_experts.routing import Routing
 
 _WARP = 32  # lanes of a warp
 _TAKEN, _NO_EXPERT = -(2**31), 2**31 - 1  # the key of an expert that has been chosen, and a number that no expert has
-Scores = Literal["softmax", "sigmoid"]
 
 
-class Rule(NamedTuple):
-    """The static arguments of choose_experts: see api.py."""
-
-    experts: int
-    top_k: int
-    scores: Scores
-    groups: int
-    top_groups: int
-    renormalise: bool
-    scale: float
-    shared: int
-    shared_gate: bool
-    logits_dtype: jnp.dtype
-
-    def total(self, shares: Iterable[jax.Array]) -> jax.Array:
-        """Adds the shares of logits in float32 and rounds the total."""
-        total = functools.reduce(operator.add, [share.astype(jnp.float32) for share in shares])
-        return total.astype(self.logits_dtype).astype(jnp.float32)
-
-
-def xla(logits, bias, valid, *, rule: Rule):
+def xla(logits, bias, valid, *, routing: Routing):
     """See api.py."""
-    logits = rule.total(logits)
-    logits, gate = logits[:, : rule.experts], jax.nn.sigmoid(logits[:, rule.experts :])
-    scores = jax.nn.softmax(logits, axis=-1) if rule.scores == "softmax" else jax.nn.sigmoid(logits)
-    choice = (scores if bias is None else scores + bias[None]).reshape(scores.shape[0], rule.groups, -1)
-    if rule.top_groups < rule.groups:
+    experts, logits = routing.routed(logits), routing.total(logits)
+    logits, gate = logits[:, :experts], jax.nn.sigmoid(logits[:, experts:])
+    scores = jax.nn.softmax(logits, axis=-1) if routing.scores == "softmax" else jax.nn.sigmoid(logits)
+    choice = (scores if bias is None else scores + bias[None]).reshape(scores.shape[0], routing.groups, -1)
+    if routing.top_groups < routing.groups:
         group_scores = jnp.sum(jax.lax.top_k(choice, 2)[0], axis=-1)
-        best = jax.lax.top_k(group_scores, rule.top_groups)[1]
-        allowed = jnp.any(best[:, :, None] == jnp.arange(rule.groups, dtype=best.dtype)[None, None], axis=1)
+        best = jax.lax.top_k(group_scores, routing.top_groups)[1]
+        allowed = jnp.any(best[:, :, None] == jnp.arange(routing.groups, dtype=best.dtype)[None, None], axis=1)
         choice = jnp.where(allowed[:, :, None], choice, -jnp.inf)
-    chosen = jax.lax.top_k(choice.reshape(scores.shape), rule.top_k)[1]
+    chosen = jax.lax.top_k(choice.reshape(scores.shape), routing.top_k)[1]
     weights = jnp.take_along_axis(scores, chosen, axis=1)
-    if rule.renormalise:
+    if routing.renormalise:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    shared = jnp.arange(rule.shared, dtype=jnp.int32) + rule.experts
-    chosen = jnp.concatenate([chosen, jnp.broadcast_to(shared, (chosen.shape[0], rule.shared))], axis=1)
-    ones = jnp.ones((chosen.shape[0], rule.shared), jnp.float32)
-    weights = jnp.concatenate([weights * rule.scale, ones * gate if rule.shared_gate else ones], axis=1)
+    shared = jnp.arange(routing.shared, dtype=jnp.int32) + experts
+    chosen = jnp.concatenate([chosen, jnp.broadcast_to(shared, (chosen.shape[0], routing.shared))], axis=1)
+    ones = jnp.ones((chosen.shape[0], routing.shared), jnp.float32)
+    weights = jnp.concatenate([weights * routing.scale, ones * gate if routing.shared_gate else ones], axis=1)
     return chosen if valid is None else jnp.where(valid[:, None], chosen, -1), weights
 
 
@@ -89,16 +70,17 @@ class _Candidates(NamedTuple):
         return best, [jnp.where(expert == best, _TAKEN, key) for expert, key in pairs]
 
 
-def _candidates(refs, token: jax.Array | int, rule: Rule) -> _Candidates:
+def _candidates(refs, token: jax.Array | int, routing: Routing) -> _Candidates:
     """Loads a token's logits and computes what is to be maximised. The arguments are those of `choose`."""
 
     def load(expert, exists):
         shares = range(refs.logits.shape[0])
-        return rule.total(pt.load(refs.logits.at[share, token, expert], mask=exists, other=0.0) for share in shares)
+        return routing.total(pt.load(refs.logits.at[share, token, expert], mask=exists, other=0.0) for share in shares)
 
-    tiles = _tiles(rule)
+    num_experts = routing.routed(refs.logits)
+    tiles = _tiles(routing, num_experts)
     logits = [load(expert, exists) for expert, exists in tiles]
-    if rule.scores == "softmax":
+    if routing.scores == "softmax":
         masked = [jnp.where(exists, tile, -jnp.inf) for (_, exists), tile in zip(tiles, logits, strict=True)]
         largest = _all(jnp.max, functools.reduce(jnp.maximum, masked))
         total = _all(jnp.sum, functools.reduce(operator.add, [jnp.exp(tile - largest) for tile in masked]))
@@ -111,119 +93,120 @@ def _candidates(refs, token: jax.Array | int, rule: Rule) -> _Candidates:
         if refs.bias is not None:
             choice = choice + pt.load(refs.bias.at[expert], mask=exists, other=0.0)
         choice = jnp.where(exists, choice, -jnp.inf)
-        if rule.top_groups < rule.groups:
-            choice = _of_best_groups(choice, rule)
+        if routing.top_groups < routing.groups:
+            choice = _of_best_groups(choice, routing, num_experts)
         bits = jax.lax.bitcast_convert_type(choice.reshape(-1), jnp.int32)
         keys.append(jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits))
     return _Candidates([expert.reshape(-1) for expert, _ in tiles], keys, score, load)
 
 
-def choose(refs, token: jax.Array | int, rule: Rule) -> tuple[jax.Array, Callable[[], jax.Array]]:
+def choose(refs, token: jax.Array | int, routing: Routing) -> tuple[jax.Array, Callable[[], jax.Array]]:
     """Chooses a token's experts inside a kernel.
 
     Args:
         refs: Has `logits` [shares, tokens, outputs], `bias` [experts] or None, and `valid` int32 [tokens] or None.
         token: The token.
-        rule: The static arguments.
+        routing: How they are chosen.
 
     Returns:
         The experts, padded to a power of two, [places], and a function that returns their weights, float32 [places].
     """
-    num_experts, found = rule.experts, _candidates(refs, token, rule)
-    places = pt.power_of_two(rule.top_k + rule.shared)
+    num_experts, found = routing.routed(refs.logits), _candidates(refs, token, routing)
+    places = pt.power_of_two(routing.chosen)
     place, _ = pt.lanes(0, places, places)
     chosen, keys = jnp.full((places,), num_experts, jnp.int32), found.keys
-    for turn in range(rule.top_k):
+    for turn in range(routing.top_k):
         best, keys = found.take_best(keys)
         chosen = jnp.where(place == turn, best, chosen)
-    is_routed = (place < rule.top_k) & (chosen < num_experts)
+    is_routed = (place < routing.top_k) & (chosen < num_experts)
 
     def weigh():
         logits = found.load(jnp.where(is_routed, chosen, 0), is_routed)
         weights = jnp.where(is_routed, found.score(logits), 0.0)
-        if rule.renormalise:
+        if routing.renormalise:
             weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
-        weights = weights * rule.scale
+        weights = weights * routing.scale
         gate = 1.0
-        if rule.shared_gate:
+        if routing.shared_gate:
             shares = range(refs.logits.shape[0])
-            gate = jax.nn.sigmoid(rule.total(refs.logits[share, token, num_experts] for share in shares))
-        return jnp.where(place < rule.top_k, weights, gate)
+            gate = jax.nn.sigmoid(routing.total(refs.logits[share, token, num_experts] for share in shares))
+        return jnp.where(place < routing.top_k, weights, gate)
 
-    experts = jnp.where(place < rule.top_k, chosen, num_experts + place - rule.top_k)
+    experts = jnp.where(place < routing.top_k, chosen, num_experts + place - routing.top_k)
     return experts if refs.valid is None else jnp.where(refs.valid[token] > 0, experts, -1), weigh
 
 
-def choose_one(refs, token: jax.Array | int, rule: Rule, place: jax.Array) -> jax.Array:
+def choose_one(refs, token: jax.Array | int, routing: Routing, place: jax.Array) -> jax.Array:
     """Returns only the expert at one place of those that `choose` returns.
 
     The first places are known early, and a shared expert at once: without the logits.
     """
+    num_experts = routing.routed(refs.logits)
 
     def routed():
-        found = _candidates(refs, token, rule)
+        found = _candidates(refs, token, routing)
         advance = lambda turn, carry: found.take_best(carry[1])
-        return jax.lax.fori_loop(jnp.int32(0), place + 1, advance, (jnp.int32(rule.experts), found.keys))[0]
+        return jax.lax.fori_loop(jnp.int32(0), place + 1, advance, (jnp.int32(num_experts), found.keys))[0]
 
-    shared = rule.experts + place - rule.top_k
-    expert = jax.lax.cond(place < rule.top_k, routed, lambda: shared) if rule.shared else routed()
+    shared = num_experts + place - routing.top_k
+    expert = jax.lax.cond(place < routing.top_k, routed, lambda: shared) if routing.shared else routed()
     return expert if refs.valid is None else jnp.where(refs.valid[token] > 0, expert, -1)
 
 
-def _tiles(rule: Rule) -> list[pt.Lanes]:
+def _tiles(routing: Routing, num_experts: int) -> list[pt.Lanes]:
     """Returns the experts, in one or several tiles of two axes, and which of them exist.
 
     A tile with groups is [groups, experts of a group]. Without groups each tile has an expert per lane of a warp, so that
     every warp holds all of them, and no reduction has to wait for other warps.
     """
-    if rule.top_groups < rule.groups:
-        size = rule.experts // rule.groups
-        group, is_group = pt.lanes(0, pt.power_of_two(rule.groups), rule.groups)
+    if routing.top_groups < routing.groups:
+        size = num_experts // routing.groups
+        group, is_group = pt.lanes(0, pt.power_of_two(routing.groups), routing.groups)
         of_group, is_of_group = pt.lanes(0, pt.power_of_two(size), size)
         exists = is_group[:, None] & is_of_group[None, :]
-        return [(jnp.where(exists, group[:, None] * size + of_group[None, :], rule.experts), exists)]
+        return [(jnp.where(exists, group[:, None] * size + of_group[None, :], num_experts), exists)]
     lane, _ = pt.lanes(0, _WARP, _WARP)
-    experts = [(number * _WARP + lane)[None, :] for number in range(-(-rule.experts // _WARP))]
-    return [(expert, expert < rule.experts) for expert in experts]
+    experts = [(number * _WARP + lane)[None, :] for number in range(-(-num_experts // _WARP))]
+    return [(expert, expert < num_experts) for expert in experts]
 
 
-def _of_best_groups(choice: jax.Array, rule: Rule) -> jax.Array:
+def _of_best_groups(choice: jax.Array, routing: Routing, num_experts: int) -> jax.Array:
     """Returns what is to be maximised, [groups, experts of a group], with -inf outside the best groups."""
-    size = rule.experts // rule.groups
-    group, is_group = pt.lanes(0, choice.shape[0], rule.groups)
+    size = num_experts // routing.groups
+    group, is_group = pt.lanes(0, choice.shape[0], routing.groups)
     of_group, _ = pt.lanes(0, choice.shape[1], size)
     best = jnp.max(choice, axis=1)
     place = jnp.min(jnp.where(choice == best[:, None], of_group[None, :], size), axis=1)
     second = jnp.max(jnp.where(of_group[None, :] == place[:, None], -jnp.inf, choice), axis=1)
     group_scores, allowed = jnp.where(is_group, best + second, -jnp.inf), jnp.zeros(group.shape, jnp.int32)
-    for _ in range(rule.top_groups):
-        chosen_group = jnp.min(jnp.where(group_scores == jnp.max(group_scores, axis=0), group, rule.groups), axis=0)
+    for _ in range(routing.top_groups):
+        chosen_group = jnp.min(jnp.where(group_scores == jnp.max(group_scores, axis=0), group, routing.groups), axis=0)
         allowed = jnp.where(group == chosen_group, 1, allowed)
         group_scores = jnp.where(group == chosen_group, -jnp.inf, group_scores)
     return jnp.where((allowed == 1)[:, None], choice, -jnp.inf)
 
 
-def _kernel(refs, *, rule: Rule):
+def _kernel(refs, *, routing: Routing):
     token = pt.program_id(0)
-    chosen, weigh = choose(refs, token, rule)
-    place, is_place = pt.lanes(0, chosen.shape[0], rule.top_k + rule.shared)
+    chosen, weigh = choose(refs, token, routing)
+    place, is_place = pt.lanes(0, chosen.shape[0], routing.chosen)
     pt.store(refs.chosen.at[token, place], chosen, mask=is_place)
     pt.store(refs.weights.at[token, place], weigh(), mask=is_place)
 
 
-def triton(logits, bias, valid, *, rule: Rule, interpret: bool = False):
+def triton(logits, bias, valid, *, routing: Routing, run: Run):
     """See api.py."""
     # Memory of booleans is read differently by different versions of the lowering. A step converts the array once.
     valid = None if valid is None else valid.astype(jnp.int32)
-    shape = (logits.shape[1], rule.top_k + rule.shared)
+    shape = (logits.shape[1], routing.chosen)
     found = pt.call(
-        functools.partial(_kernel, rule=rule),
+        functools.partial(_kernel, routing=routing),
         name="choose_experts",
         grid=(shape[0],),
         inputs=dict(logits=logits, bias=bias, valid=valid),
         outputs=dict(chosen=jax.ShapeDtypeStruct(shape, jnp.int32), weights=jax.ShapeDtypeStruct(shape, jnp.float32)),
         updates={},
         num_warps=1,
-        interpret=interpret,
+        interpret=run.interpret,
     )
     return found["chosen"], found["weights"]

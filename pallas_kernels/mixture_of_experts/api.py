@@ -10,36 +10,28 @@ sigmoid, with groups and a bias; Gale et al., "MegaBlocks" (2022), for products 
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels._check import checked, dtype_of, require
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
 from pallas_kernels.mixture_of_experts import _router, pallas_triton, xla
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
-from pallas_kernels.mixture_of_experts._router import Scores
 from pallas_kernels.mixture_of_experts.config import Config
+from pallas_kernels.mixture_of_experts.routing import Routing
 
 
 @checked
 def choose_experts(
     logits: Float[Array, "tokens outputs"] | Float[Array, "shares tokens outputs"],
-    top_k: int,
+    routing: Routing,
     *,
-    scores: Scores = "softmax",
     bias: Float32[Array, " experts"] | None = None,
-    shared: int = 0,
-    shared_gate: bool = False,
-    groups: int = 1,
-    top_groups: int = 1,
-    renormalise: bool = True,
-    scale: float = 1.0,
-    logits_dtype: str | None = None,
     valid: Bool[Array, " tokens"] | None = None,
-    implementation: Implementation | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[Int32[Array, "tokens chosen"], Float32[Array, "tokens chosen"]]:
     """Chooses each token's experts, those with the largest score + bias, and weights them by their scores.
 
@@ -49,85 +41,33 @@ def choose_experts(
     Args:
         logits: The router's outputs, one for each expert that is not shared; or sums whose total over the shares they are:
             see `linear_sums`.
-        top_k: The number of experts per token, shared ones not included.
-        scores: The function that takes a token's logits to scores: "softmax" over all experts, or "sigmoid" of each.
+        routing: How many experts a token has, how their scores follow from the logits, and their weights from the scores.
         bias: Added to the scores for the choice only. None is 0.
-        shared: The number of shared experts.
-        shared_gate: Whether `logits` has one output more, the last, whose sigmoid is the weight of the shared experts. It is
-            1 otherwise.
-        groups: The number of groups of consecutive experts, of equal size.
-        top_groups: The number of groups from which a token's experts come: those whose two best experts have the largest
-            sum of score + bias.
-        renormalise: Whether the weights of a token's experts are scaled to the sum 1.
-        scale: Factor of the weights, after that.
-        logits_dtype: The dtype to which the total of the shares is rounded. None does not round it.
         valid: False for padding tokens, which get no experts. None means that there are none.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+        run: How it runs: by "xla" or "triton". There is no configuration.
 
     Returns:
-        The `top_k + shared` experts of each token, the best one first, and their weights. A padding token's experts are -1.
+        The `routing.chosen` experts of each token, the best one first, and their weights. A padding token's experts are -1.
 
     Raises:
         ValueError: if a shape, a dtype or a number breaks the contract.
     """
-    rule = _rule(
-        "choose_experts", logits, bias, top_k, scores=scores, shared=shared, shared_gate=shared_gate, groups=groups,
-        top_groups=top_groups, renormalise=renormalise, scale=scale, logits_dtype=logits_dtype,
-    )  # fmt: skip
+    run = run.checked("choose_experts", None)
+    routing = routing.checked("choose_experts", logits, bias)
     logits = logits if logits.ndim == 3 else logits[None]
     if logits.shape[1] == 0:
-        return jnp.zeros((0, top_k + shared), jnp.int32), jnp.zeros((0, top_k + shared), jnp.float32)
-    return _choose(logits, bias, valid, rule, implementation, interpret)
+        return jnp.zeros((0, routing.chosen), jnp.int32), jnp.zeros((0, routing.chosen), jnp.float32)
+    return _choose(logits, bias, valid, routing, run)
 
 
-def _rule(
-    name: str,
-    logits: jax.Array,
-    bias: jax.Array | None,
-    top_k: int,
-    *,
-    scores: Scores,
-    shared: int,
-    shared_gate: bool,
-    groups: int,
-    top_groups: int,
-    renormalise: bool,
-    scale: float,
-    logits_dtype: str | None,
-) -> _router.Rule:
-    """Checks the arguments of the op `name`, and collects the static ones."""
-    experts = logits.shape[-1] - shared_gate
-    require(logits.ndim == 2 or logits.shape[0] >= 1, f"{name}: logits must have at least one share, got none")
-    if bias is not None and bias.shape[0] != experts:
-        raise ValueError(f"{name}: bias must have an element for each of {experts} experts, got {bias.shape[0]}")
-    require(
-        shared >= int(shared_gate),
-        f"{name}: shared must be at least 0, and at least 1 with shared_gate, got {shared}",
-    )
-    require(scores in ("softmax", "sigmoid"), f"{name}: scores must be 'softmax' or 'sigmoid', got {scores!r}")
-    require(groups >= 1 and experts % groups == 0, f"{name}: groups must divide {experts} experts, got {groups}")
-    require(1 <= top_groups <= groups, f"{name}: top_groups must be from 1 to groups = {groups}, got {top_groups}")
-    allowed = experts // groups * top_groups
-    require(1 <= top_k <= allowed, f"{name}: top_k must be from 1 to {allowed}, got {top_k}")
-    require(
-        top_groups == groups or experts // groups >= 2,
-        f"{name}: a group must have at least 2 experts, got {experts} experts in {groups} groups",
-    )
-    dtype = dtype_of(name, "logits_dtype", logits_dtype, jnp.float32)
-    return _router.Rule(
-        experts, top_k, scores, groups, top_groups, renormalise, float(scale), shared, shared_gate, dtype
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("rule", "implementation", "interpret"))
-def _choose(logits, bias, valid, rule, implementation, interpret):
+@functools.partial(jax.jit, static_argnames=("routing", "run"))
+def _choose(logits, bias, valid, routing, run):
     return dispatch(
         "choose_experts",
-        implementation,
+        run.implementation,
         (logits, bias, valid),
-        xla=functools.partial(_router.xla, rule=rule),
-        triton=functools.partial(_router.triton, rule=rule, interpret=interpret),
+        xla=functools.partial(_router.xla, routing=routing),
+        triton=functools.partial(_router.triton, routing=routing, run=run),
     )
 
 
@@ -141,9 +81,7 @@ def mixture_of_experts(
     *,
     activation: Activation = "swiglu",
     out_dtype: str | None = None,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> Float[Array, "tokens hidden"]:
     """Computes the weighted sum of each token's experts.
 
@@ -166,25 +104,22 @@ def mixture_of_experts(
         activation: "swiglu", silu(gate) * up, for which `up_size` is 2 * size; or "relu2", relu(up) ** 2, for which it is
             size.
         out_dtype: Dtype of the result; None is that of `x`.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernels. None selects the default.
-        interpret: Whether to run the Triton kernels' bodies as plain JAX, on any platform.
+        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernels.
 
     Returns:
         The weighted sums. They are 0 for tokens without experts.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` is "triton" and the kernels cannot run these arguments.
+        UnsupportedError: if `run` names "triton" and the kernels cannot run these arguments.
     """
+    run = run.checked("mixture_of_experts", Config)
     _check("mixture_of_experts", x, up, down, activation)
     dtype = str(dtype_of("mixture_of_experts", "out_dtype", out_dtype, x.dtype))
     if 0 in chosen.shape or 0 in up.shape:
         return jnp.zeros(x.shape, dtype)
     options = dict(activation=activation, out_dtype=dtype)
-    return _mix(
-        "mixture_of_experts", (x, up, down, chosen, weights), tuple(options.items()), implementation, config, interpret
-    )
+    return _mix("mixture_of_experts", (x, up, down, chosen, weights), tuple(options.items()), run)
 
 
 @checked
@@ -196,9 +131,7 @@ def mixture_of_experts_sums(
     weights: Float32[Array, "tokens top_k"],
     *,
     activation: Activation = "swiglu",
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> Float[Array, "shares tokens hidden"]:
     """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
 
@@ -207,11 +140,12 @@ def mixture_of_experts_sums(
     for none. A single token has one share, its whole sum in float32, and its experts' outputs are not rounded. Otherwise
     arguments, numerics and errors are those of `mixture_of_experts`.
     """
+    run = run.checked("mixture_of_experts_sums", Config)
     _check("mixture_of_experts_sums", x, up, down, activation)
     if 0 in chosen.shape or 0 in up.shape:
         return jnp.zeros((1, *x.shape), jnp.float32)
     operands, options = (x, up, down, chosen, weights), (("activation", activation),)
-    return _mix("mixture_of_experts_sums", operands, options, implementation, config, interpret)
+    return _mix("mixture_of_experts_sums", operands, options, run)
 
 
 @checked
@@ -220,22 +154,12 @@ def routed_experts_sums(
     logits: Float[Array, "tokens outputs"] | Float[Array, "shares tokens outputs"],
     up: Float[Array, "experts up_size hidden"],
     down: Float[Array, "experts hidden size"],
-    top_k: int,
+    routing: Routing,
     *,
-    scores: Scores = "softmax",
     bias: Float32[Array, " routed"] | None = None,
-    shared: int = 0,
-    shared_gate: bool = False,
-    groups: int = 1,
-    top_groups: int = 1,
-    renormalise: bool = True,
-    scale: float = 1.0,
-    logits_dtype: str | None = None,
     valid: Bool[Array, " tokens"] | None = None,
     activation: Activation = "swiglu",
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> Float[Array, "shares tokens hidden"]:
     """Chooses each token's experts, and computes the weighted sum of their outputs, in shares that the caller adds up.
 
@@ -244,21 +168,17 @@ def routed_experts_sums(
 
     Raises:
         ValueError: if a shape, a dtype or a number breaks the contract.
-        UnsupportedError: if `implementation` is "triton" and the kernels cannot run these arguments.
+        UnsupportedError: if `run` names "triton" and the kernels cannot run these arguments.
     """
-    options = dict(
-        scores=scores, shared=shared, shared_gate=shared_gate, groups=groups, top_groups=top_groups,
-        renormalise=renormalise, scale=scale, logits_dtype=logits_dtype,
-    )  # fmt: skip
-    how = dict(implementation=implementation, interpret=interpret)
+    run = run.checked("routed_experts_sums", Config)
     if x.shape[0] != 1 or 0 in up.shape:
-        chosen, weights = choose_experts(logits, top_k, bias=bias, valid=valid, **options, **how)
-        return mixture_of_experts_sums(x, up, down, chosen, weights, activation=activation, config=config, **how)
+        chosen, weights = choose_experts(logits, routing, bias=bias, valid=valid, run=replace(run, config=None))
+        return mixture_of_experts_sums(x, up, down, chosen, weights, activation=activation, run=run)
     _check("routed_experts_sums", x, up, down, activation)
-    rule = _rule("routed_experts_sums", logits, bias, top_k, **options)
+    routing = routing.checked("routed_experts_sums", logits, bias)
     operands = x, logits if logits.ndim == 3 else logits[None], up, down, bias, valid
-    options = dict(rule=rule, activation=activation)
-    return _mix("routed_experts_sums", operands, tuple(options.items()), implementation, config, interpret)
+    options = dict(routing=routing, activation=activation)
+    return _mix("routed_experts_sums", operands, tuple(options.items()), run)
 
 
 def _check(name: str, x: jax.Array, up: jax.Array, down: jax.Array, activation: str) -> None:
@@ -277,13 +197,13 @@ def _check(name: str, x: jax.Array, up: jax.Array, down: jax.Array, activation: 
     )
 
 
-@functools.partial(jax.jit, static_argnames=("op", "options", "implementation", "config", "interpret"))
-def _mix(op, operands, options, implementation, config, interpret):
+@functools.partial(jax.jit, static_argnames=("op", "options", "run"))
+def _mix(op, operands, options, run):
     return dispatch(
         op,
-        implementation,
+        run.implementation,
         operands,
         xla=functools.partial(getattr(xla, op), **dict(options)),
-        triton=functools.partial(getattr(pallas_triton, op), config=config, interpret=interpret, **dict(options)),
+        triton=functools.partial(getattr(pallas_triton, op), run=run, **dict(options)),
         unsupported=pallas_triton.unsupported(operands[0]),
     )

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
+from pallas_kernels.dispatch import Run
 from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
 from pallas_kernels.mixture_of_experts._one_token import one_token
 from pallas_kernels.mixture_of_experts._tiles import tiles_by_kernels
 from pallas_kernels.mixture_of_experts.config import Config, Product, config_of_one_token, default_config
+from pallas_kernels.mixture_of_experts.routing import Routing
 from pallas_kernels.mixture_of_experts.xla import weighted_sum
 
 _BLOCK = 128  # pairs that a program looks at together while it finds its tile
@@ -276,21 +278,18 @@ def routed_experts_sums(
     bias: jax.Array | None,
     valid: jax.Array | None,
     *,
-    rule: _router.Rule,
+    routing: Routing,
     activation: str,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> jax.Array:
     """See api.py. There is a single token. The first product chooses its experts, and no kernel is launched for that."""
-    num_pairs = rule.top_k + rule.shared
-    config = config or _config(1, num_pairs, down, activation)
+    config = run.config or _config(1, routing.chosen, down, activation)
     if config.rows > 1:
-        chosen, weights = _router.triton(logits, bias, valid, rule=rule, interpret=interpret)
-        options = dict(activation=activation, config=config, interpret=interpret)
-        return mixture_of_experts_sums(x, up, down, chosen, weights, **options)
-    routing = dict(logits=logits, bias=bias, valid=None if valid is None else valid.astype(jnp.int32))
-    options = dict(activation=activation, out_dtype="float32", config=config, interpret=interpret)
-    return one_token(x, up, down, routing, num_pairs, rule=rule, **options).reshape(1, *x.shape)
+        chosen, weights = _router.triton(logits, bias, valid, routing=routing, run=run)
+        return mixture_of_experts_sums(x, up, down, chosen, weights, activation=activation, run=run)
+    choice = dict(logits=logits, bias=bias, valid=None if valid is None else valid.astype(jnp.int32))
+    options = dict(activation=activation, out_dtype="float32", config=config, interpret=run.interpret)
+    return one_token(x, up, down, choice, routing.chosen, routing=routing, **options).reshape(1, *x.shape)
 
 
 def mixture_of_experts(
@@ -302,33 +301,22 @@ def mixture_of_experts(
     *,
     activation: str,
     out_dtype: str,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ):
     """See api.py."""
-    config = config or _config(x.shape[0], chosen.shape[1], down, activation)
-    options = dict(activation=activation, config=config, interpret=interpret)
+    config = run.config or _config(x.shape[0], chosen.shape[1], down, activation)
+    options = dict(activation=activation, config=config, interpret=run.interpret)
     if x.shape[0] == config.rows == 1:
-        routing = dict(chosen=chosen[0], factors=weights[0])
-        return one_token(x, up, down, routing, chosen.size, rule=None, out_dtype=out_dtype, **options)
+        choice = dict(chosen=chosen[0], factors=weights[0])
+        return one_token(x, up, down, choice, chosen.size, routing=None, out_dtype=out_dtype, **options)
     out = _launch(x, up, down, chosen, None, **options)
     return weighted_sum(out[0], chosen, weights, down.shape[0], out_dtype)
 
 
-def mixture_of_experts_sums(
-    x,
-    up,
-    down,
-    chosen,
-    weights,
-    *,
-    activation: str,
-    config: Config | None = None,
-    interpret: bool = False,
-):
+def mixture_of_experts_sums(x, up, down, chosen, weights, *, activation: str, run: Run):
     """See api.py. There is a share for each expert of a token, and one share of a single token."""
     if x.shape[0] == 1:
-        options = dict(activation=activation, out_dtype="float32", config=config, interpret=interpret)
+        options = dict(activation=activation, out_dtype="float32", run=run)
         return mixture_of_experts(x, up, down, chosen, weights, **options).reshape(1, *x.shape)
-    config = config or _config(x.shape[0], chosen.shape[1], down, activation)
-    return _launch(x, up, down, chosen, weights, activation=activation, config=config, interpret=interpret)
+    config = run.config or _config(x.shape[0], chosen.shape[1], down, activation)
+    return _launch(x, up, down, chosen, weights, activation=activation, config=config, interpret=run.interpret)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
 from pallas_kernels.mixture_of_experts._tiles import tiles
+from pallas_kernels.mixture_of_experts.routing import Routing
 
 # The most elements of weights that are gathered at once: 128 MiB of bfloat16.
 _ELEMENTS = 1 << 26
@@ -81,7 +82,7 @@ def mixture_of_experts_sums(x, up, down, chosen, weights, *, activation: str):
     return _weighted(outputs, chosen, weights, down.shape[0]).astype(x.dtype).transpose(1, 0, 2)
 
 
-def routed_experts_sums(x, logits, up, down, bias, valid, *, rule: _router.Rule, activation: str):
+def routed_experts_sums(x, logits, up, down, bias, valid, *, routing: Routing, activation: str):
     """See api.py."""
-    chosen, weights = _router.xla(logits, bias, valid, rule=rule)
+    chosen, weights = _router.xla(logits, bias, valid, routing=routing)
     return mixture_of_experts_sums(x, up, down, chosen, weights, activation=activation)

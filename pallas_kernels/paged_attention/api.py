@@ -20,9 +20,10 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import checked, require
 from pallas_kernels._mosaic_available import unavailable
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
 from pallas_kernels.paged_attention import pallas_triton, xla
 from pallas_kernels.paged_attention.config import Config
+from pallas_kernels.rows import Rows
 
 
 @checked
@@ -30,19 +31,14 @@ def paged_attention(
     q: Float[Array, "tokens heads key_dim"],
     keys: Float[Array, "layers pages page_size kv_heads key_dim"],
     values: Float[Array, "layers pages page_size kv_heads value_dim"] | None,
-    layer: int | Int32[Array, ""],
-    query_start_loc: Int32[Array, " rows_plus_1"],
-    num_computed_tokens: Int32[Array, " rows"],
+    rows: Rows,
     page_table: Int32[Array, "tables pages_per_row"],
     *,
     slots: Int32[Array, " rows"] | None = None,
     gates: Float[Array, "tokens gate_heads gate_dim"] | None = None,
-    max_query_tokens: int | None = None,
     value_dim: int | None = None,
     scale: float | None = None,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> Float[Array, "tokens heads value_dim"]:
     """Attends every token to its row's keys up to its own position.
 
@@ -51,9 +47,9 @@ def paged_attention(
     read. Time and traffic follow the lengths of the rows ("xla": the length of the longest row), not the table's width.
 
     A token's result does not depend on other rows, to the bit, nor on later tokens of its row, as long as those are finite.
-    With `max_query_tokens`, it has the same bits whether the token came as a decode row or in a verify row. Without, it has
-    the same bits however the row's tokens were cut into calls. The two kinds of calls agree up to rounding ("xla": to the
-    bit).
+    With `rows.max_query_tokens`, it has the same bits whether the token came as a decode row or in a verify row. Without,
+    it has the same bits however the row's tokens were cut into calls. The two kinds of calls agree up to rounding ("xla":
+    to the bit).
 
     Numerics: scores, softmax, sums and gates are float32, and the result is rounded once. Weights are rounded to q's dtype
     before they are multiplied with values. float32 products are three products of tf32 in "triton" and Precision.HIGHEST in
@@ -64,46 +60,41 @@ def paged_attention(
         keys: Keys of all layers and pages.
         values: Values of all layers and pages. None for latent attention, where a value is the first `value_dim` dims of
             its key.
-        layer: The layer whose pages are read.
-        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
-            that entry.
-        num_computed_tokens: Position of each row's first token.
+        rows: The rows, with `num_computed_tokens`, the position of each row's first token. `layer` is the layer whose pages
+            are read. `max_query_tokens` is a bound on the number of tokens of each decode or verify row; None stands for
+            prompts, whose rows may have any length.
         page_table: The pages of each row, in the order of their positions; with `slots`, the pages of each slot.
         slots: The row of `page_table` that each row's pages are in. A row without tokens may have any slot. None if
             `page_table` has a row for each row.
         gates: Gates of the attended values. A head's last dims, as many as a value has, are its gate. What precedes them,
             such as a query, is not read, and neither is what follows the last head. None multiplies nothing.
-        max_query_tokens: A bound on the number of tokens of each row, for decode and verify rows. None stands for prompts,
-            whose rows may have any length.
         value_dim: The dims of a value, if and only if `values` is None.
         scale: Positive factor of the scores; key_dim ** -0.5 if None.
-        implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA. Otherwise
-            it selects Mosaic GPU for prompts if JAX's default device is a Hopper GPU and the kernel can run the arguments,
-            and Triton for the rest.
-        config: Launch configuration of the Triton kernels, with which None does not select Mosaic GPU. None selects the
-            default.
-        interpret: Whether to run the Triton kernels' bodies as plain JAX, on any platform.
+        run: How it runs: by "xla", "triton" or "mosaic_gpu", with a `Config` for the Triton kernels. Mosaic GPU is for
+            prompts, and needs a Hopper GPU.
 
     Returns:
         The attended values in q's dtype, which are 0 for tokens after the last row.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because a head is so
+        UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments, because a head is so
             wide that a tile of keys does not fit into a GPU's shared memory. If it is "mosaic_gpu", because the rows are not
             prompts, attention is latent, q, keys, values and gates are not all bfloat16 or all float16, keys and values
             have other than 64, 128, 192 or 256 dims each, what precedes a gate is no multiple of 64 dims, the pages have
-            a size that blocks of 64 or 128 keys do not fit, `config` or `interpret` is given, or JAX is older than 0.11.2.
+            a size that blocks of 64 or 128 keys do not fit, `run` has a configuration or interprets, or JAX is older than
+            0.11.2.
     """
+    rows = rows.having("paged_attention", "num_computed_tokens", optional=("max_query_tokens",))
+    run = run.checked("paged_attention", Config)
     kv_heads, key_dim = keys.shape[3:]
     require(
         q.shape[1] > 0 and q.shape[1] % kv_heads == 0,
         f"paged_attention: the number of heads of keys must divide q's {q.shape[1]} heads, got {kv_heads}",
     )
     require(
-        slots is not None or page_table.shape[0] == num_computed_tokens.shape[0],
-        f"paged_attention: page_table must have {num_computed_tokens.shape[0]} rows if slots is None, "
-        f"got {page_table.shape[0]}",
+        slots is not None or page_table.shape[0] == rows.num_rows,
+        f"paged_attention: page_table must have {rows.num_rows} rows if slots is None, got {page_table.shape[0]}",
     )
     require(
         (values is None) != (value_dim is None),
@@ -114,8 +105,8 @@ def paged_attention(
         f"paged_attention: value_dim must be from 1 to key_dim = {key_dim}, got {value_dim}",
     )
     require(
-        max_query_tokens is None or max_query_tokens >= 1,
-        f"paged_attention: max_query_tokens must be None or at least 1, got {max_query_tokens}",
+        rows.max_query_tokens is None or rows.max_query_tokens >= 1,
+        f"paged_attention: rows.max_query_tokens must be None or at least 1, got {rows.max_query_tokens}",
     )
     require(scale is None or scale > 0, f"paged_attention: scale must be None or positive, got {scale}")
     dims = values.shape[4] if values is not None else value_dim or 0
@@ -127,35 +118,35 @@ def paged_attention(
         gates is None or gates.shape[1] >= q.shape[1],
         f"paged_attention: gates must have at least q's {q.shape[1]} heads, got {0 if gates is None else gates.shape[1]}",
     )
-    if 0 in (q.shape[0], num_computed_tokens.shape[0], *page_table.shape):
+    if 0 in (q.shape[0], rows.num_rows, *page_table.shape):
         return jnp.zeros((*q.shape[:2], dims), q.dtype)
-    operands = (q, keys, values, jnp.int32(layer), query_start_loc, num_computed_tokens, page_table, slots, gates)
-    options = dict(max_query_tokens=max_query_tokens, value_dim=dims, scale=float(scale or key_dim**-0.5))
+    scale = float(scale or key_dim**-0.5)
     unsupported = pallas_triton.unsupported(
-        q, keys, is_latent=values is None, max_query_tokens=max_query_tokens, value_dim=dims, config=config
+        q, keys, is_latent=values is None, max_query_tokens=rows.max_query_tokens, value_dim=dims, config=run.config
     )
-    return _attend(operands, tuple(options.items()), implementation, config, interpret, unsupported)
+    return _attend((q, keys, values, rows, page_table, slots, gates), dims, scale, run, unsupported)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "implementation", "config", "interpret", "unsupported"))
-def _attend(operands, options, implementation, config, interpret, unsupported):
+@functools.partial(jax.jit, static_argnames=("value_dim", "scale", "run", "unsupported"))
+def _attend(operands, value_dim, scale, run, unsupported):
+    options = dict(value_dim=value_dim, scale=scale)
     return dispatch(
         "paged_attention",
-        implementation,
+        run.implementation,
         operands,
-        xla=functools.partial(xla.paged_attention, **dict(options)),
-        triton=functools.partial(pallas_triton.paged_attention, config=config, interpret=interpret, **dict(options)),
+        xla=functools.partial(xla.paged_attention, **options),
+        triton=functools.partial(pallas_triton.paged_attention, **options, run=run),
         unsupported=unsupported,
-        mosaic_gpu=_mosaic_gpu(operands, dict(options), implementation, config, interpret),
+        mosaic_gpu=_mosaic_gpu(operands, scale, run),
     )
 
 
-def _mosaic_gpu(operands, options, implementation, config, interpret):
+def _mosaic_gpu(operands, scale, run):
     """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
-    if reason := unavailable(implementation, config, interpret):
+    if reason := unavailable(run):
         return reason
     from pallas_kernels.paged_attention import sm90
 
-    q, keys, values, *_, gates = operands
-    reason = sm90.unsupported(q, keys, values, gates, options["max_query_tokens"])
-    return reason or functools.partial(sm90.paged_attention, scale=options["scale"])
+    q, keys, values, rows, *_, gates = operands
+    reason = sm90.unsupported(q, keys, values, gates, rows.max_query_tokens)
+    return reason or functools.partial(sm90.paged_attention, scale=scale)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import device
 from pallas_kernels._dot import dot
+from pallas_kernels.dispatch import Run
 from pallas_kernels.paged_attention._dims import dims_of, gated, mask_of
 from pallas_kernels.paged_attention._merge import LOW, Sums, joined, merge
 from pallas_kernels.paged_attention._shares import Shares, best_unit, ceil
@@ -20,7 +21,7 @@ from pallas_kernels.paged_attention.config import (
     default_stages,
     possible_units,
 )
-from pallas_kernels.rows import token_rows
+from pallas_kernels.rows import Rows, token_rows
 
 
 class _Tile(NamedTuple):
@@ -240,25 +241,22 @@ def paged_attention(
     q,
     keys,
     values,
-    layer,
-    query_start_loc,
-    num_computed_tokens,
+    rows: Rows,
     page_table,
     slots,
     gates,
     *,
-    max_query_tokens: int | None,
     value_dim: int,
     scale: float,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ):
     """See api.py."""
     num_tokens, heads, _ = q.shape
+    max_query_tokens, interpret = rows.max_query_tokens, run.interpret
     kv_heads, is_prompt = keys.shape[3], max_query_tokens is None
-    used = config or _default_config(q, max_query_tokens, value_dim, values is None)
+    used = run.config or _default_config(q, max_query_tokens, value_dim, values is None)
     tile = _tile(heads // kv_heads, used, max_query_tokens)
-    cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
+    cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
     grid = kv_heads * tile.per_group, cut.table.shape[0]
     num_tiles = grid[0] * grid[1]
     shares, units = Shares(used.split, used.shares), (1,)
@@ -271,7 +269,7 @@ def paged_attention(
     programs = used.programs or default_programs(num_slots, num_tiles, is_prompt=is_prompt)
     num_keys = jnp.where(cut.length > 0, cut.position + cut.length, 0)
     unit = None if units == (1,) else best_unit(num_keys, grid[0], programs, shares, units)
-    num_stages = used.num_stages if config else default_stages(used, num_tiles)
+    num_stages = used.num_stages if run.config else default_stages(used, num_tiles)
 
     array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
     attended = pt.call(
@@ -295,7 +293,7 @@ def paged_attention(
             q=q,
             keys=keys,
             values=values,
-            layer=layer,
+            layer=rows.layer,
             page_table=page_table,
             gates=gates,
             table=cut.table,
@@ -315,8 +313,8 @@ def paged_attention(
         num_stages=num_stages,
         interpret=interpret,
     )
-    rows = token_rows(query_start_loc, num_tokens)
+    of_token = token_rows(rows.query_start_loc, num_tokens)
     options = dict(
         split=used.split, shares=used.shares, groups=used.groups, unit=unit, units=units, interpret=interpret
     )
-    return merge(attended, rows, num_computed_tokens, gates, **options)
+    return merge(attended, of_token, rows.num_computed_tokens, gates, **options)

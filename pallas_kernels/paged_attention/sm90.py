@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention._merge import LOW, merge
 from pallas_kernels.paged_attention._shares import PROMPT_SHARES, ceil
 from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
 from pallas_kernels.paged_attention.config import default_programs
-from pallas_kernels.rows import token_rows
+from pallas_kernels.rows import Rows, token_rows
 
 _QUERIES = 64  # of a warpgroup
 _DIMS = 64  # of a head in a tile of SMEM
@@ -259,9 +259,7 @@ def paged_attention(
     q: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    num_computed_tokens: jax.Array,
+    rows: Rows,
     page_table: jax.Array,
     slots: jax.Array | None,
     gates: jax.Array | None,
@@ -272,10 +270,10 @@ def paged_attention(
     num_tokens, heads, dim = q.shape
     heads_of_tile = 2 if heads // keys.shape[3] % 2 == 0 else 1
     tokens_of_tile = 2 * _QUERIES // heads_of_tile
-    cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tokens_of_tile, None, slots)
+    cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, tokens_of_tile, None, slots)
     num_tiles = cut.table.shape[0]
     programs = default_programs(PROMPT_SHARES.shares, num_tiles * heads // heads_of_tile, is_prompt=True)
-    given = dict(q=q, keys=keys, values=values, layer=layer.reshape(1), page_table=page_table) | cut._asdict()
+    given = dict(q=q, keys=keys, values=values, layer=jnp.reshape(rows.layer, 1), page_table=page_table) | cut._asdict()
     if gates is not None:
         given |= dict(gates=gates)
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -319,7 +317,7 @@ def paged_attention(
         kernel_name="paged_attention",
     )(*given.values())
     attended = dict(zip(outputs, attended, strict=True))
-    rows = token_rows(query_start_loc, num_tokens)
-    place = places_of_tokens(rows, query_start_loc, tokens_of_tile, None)
+    of_token = token_rows(rows.query_start_loc, num_tokens)
+    place = places_of_tokens(of_token, rows.query_start_loc, tokens_of_tile, None)
     cut = dict(split=PROMPT_SHARES.split, shares=PROMPT_SHARES.shares, place=place)
-    return merge(attended, rows, num_computed_tokens, gates, **cut, interpret=False)
+    return merge(attended, of_token, rows.num_computed_tokens, gates, **cut, interpret=False)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
-from pallas_kernels.rows import token_rows
+from pallas_kernels.rows import Rows, token_rows
 
 _TILE = 8  # tokens; the same for all kinds of rows, so that their bits are the same
 _BLOCK = 128  # keys
@@ -16,21 +16,18 @@ def paged_attention(
     q,
     keys,
     values,
-    layer,
-    query_start_loc,
-    num_computed_tokens,
+    rows: Rows,
     page_table,
     slots,
     gates,
     *,
-    max_query_tokens: int | None,
     value_dim: int,
     scale: float,
 ):
     """See api.py."""
     num_tokens, heads, key_dim = q.shape
     page_size, kv_heads = keys.shape[2:4]
-    cut = tiles(query_start_loc, num_computed_tokens, num_tokens, _TILE, max_query_tokens, slots)
+    cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, _TILE, rows.max_query_tokens, slots)
     lane = jnp.arange(_TILE, dtype=jnp.int32)[None]
     packed = jnp.minimum(cut.start[:, None] + lane, num_tokens - 1)
     token_position = cut.position[:, None] + lane
@@ -49,7 +46,7 @@ def paged_attention(
         # A tile that has ended reads the page of its last position again, and NULL_PAGE has no part in any row.
         place = jnp.minimum(position, jnp.maximum(end[:, None] - 1, 0))
         page = page_table.at[cut.table[:, None], place // page_size].get(mode="clip")
-        take = lambda pool: pool.at[layer, page, place % page_size].get(mode="clip").astype(q.dtype)
+        take = lambda pool: pool.at[rows.layer, page, place % page_size].get(mode="clip").astype(q.dtype)
         k = take(keys)
         v = k[..., :value_dim] if values is None else take(values)
         v = jnp.where(exists[:, :, None, None], v, 0)
@@ -72,8 +69,8 @@ def paged_attention(
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
     out = out.transpose(0, 3, 1, 2, 4).reshape(-1, heads, value_dim)
 
-    rows = token_rows(query_start_loc, num_tokens)
-    out = out.at[places_of_tokens(rows, query_start_loc, _TILE, max_query_tokens)].get(mode="clip")
+    of_token = token_rows(rows.query_start_loc, num_tokens)
+    out = out.at[places_of_tokens(of_token, rows.query_start_loc, _TILE, rows.max_query_tokens)].get(mode="clip")
     if gates is not None:
         out = out * jax.nn.sigmoid(gates[:, :heads, -value_dim:].astype(jnp.float32))
-    return jnp.where(rows.valid[:, None, None], out, 0).astype(q.dtype)
+    return jnp.where(of_token.valid[:, None, None], out, 0).astype(q.dtype)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from pallas_kernels._math import silu
 from pallas_kernels.all_reduce import Mailboxes, all_reduce_rms_norm
 from pallas_kernels.causal_conv1d import causal_conv1d_update
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Run
 from pallas_kernels.linear import linear, linear_sums
-from pallas_kernels.mixture_of_experts import routed_experts_sums
+from pallas_kernels.mixture_of_experts import Routing, routed_experts_sums
 from pallas_kernels.product_chain._steps import Convolution, Experts, GatedNorm, Norm, Step
 from pallas_kernels.rms_norm import add_rms_norm
+from pallas_kernels.rows import Rows
 
 
 def product_chain(
@@ -25,7 +26,7 @@ def product_chain(
     convolution: Convolution | None,
     *,
     parts: tuple[int, ...] | None,
-    implementation: Implementation | None,
+    run: Run,
 ) -> tuple[Any, jax.Array | None, jax.Array | None]:
     """See api.py. It returns the results, the residual stream, and the next turn."""
     value = x
@@ -37,7 +38,7 @@ def product_chain(
             assert residual is not None
             shares = value if value.ndim == 3 else value[None]
             options: dict[str, Any] = dict(epsilon=step.epsilon, offset=step.offset, scale=step.scale)
-            options |= dict(out_dtype=step.out_dtype, implementation=implementation)
+            options |= dict(out_dtype=step.out_dtype, run=run)
             if step.over_devices:
                 assert mailboxes is not None
                 assert turn is not None
@@ -46,32 +47,36 @@ def product_chain(
                 residual, value = add_rms_norm(residual, shares, step.weight, **options)
             continue
         if isinstance(step, Experts):
-            value = _experts(value.astype(step.router.dtype), step, implementation)
+            value = _experts(value.astype(step.router.dtype), step, run)
             continue
         weight, is_last = step.weight, number + 1 == len(steps)
         value = value.astype(weight.dtype)
         if is_last and parts is not None:
-            results = linear(value, weight, parts=parts, implementation=implementation)
+            results = linear(value, weight, parts=parts, run=run)
             if convolution is not None:
-                results = convolved(results, convolution, implementation)
+                results = convolved(results, convolution, run)
             return results, residual, turn
         if step.is_gated:
-            value = linear(value, weight, is_gated=True, implementation=implementation)[0]
+            value = linear(value, weight, is_gated=True, run=run)[0]
         elif is_last or isinstance(steps[number + 1], Norm):
-            value = linear_sums(value, weight, implementation=implementation)
+            value = linear_sums(value, weight, run=run)
         else:
-            value = linear(value, weight, implementation=implementation)[0]
+            value = linear(value, weight, run=run)[0]
     return value, residual, turn
 
 
-def convolved(
-    results: tuple[jax.Array, ...], step: Convolution, implementation: Implementation | None
-) -> tuple[jax.Array, ...]:
+def convolved(results: tuple[jax.Array, ...], step: Convolution, run: Run) -> tuple[jax.Array, ...]:
     """Convolves the first of a product's results. Returns all results, and the pool of windows."""
     first, *others = results
-    where = step.query_start_loc, step.read_block, step.window_row, step.write_block
-    options: dict[str, Any] = dict(activation=step.activation, layout=step.layout, implementation=implementation)
-    first, pool = causal_conv1d_update(first, step.pool, step.layer, step.weight, None, *where, **options)
+    rows = Rows(
+        query_start_loc=step.query_start_loc,
+        layer=step.layer,
+        window_read=step.read_block,
+        window_row=step.window_row,
+        write=step.write_block[:, None],
+    )
+    options: dict[str, Any] = dict(activation=step.activation, layout=step.layout, run=run)
+    first, pool = causal_conv1d_update(first, step.pool, step.weight, None, rows, **options)
     return first, *others, pool
 
 
@@ -84,18 +89,20 @@ def _gated_norm(x: jax.Array, step: GatedNorm) -> jax.Array:
     return (heads * step.weight.astype(jnp.float32)[None, None] * activation(gate)).astype(x.dtype).reshape(x.shape)
 
 
-def _experts(x: jax.Array, step: Experts, implementation: Implementation | None) -> jax.Array:
+def _experts(x: jax.Array, step: Experts, run: Run) -> jax.Array:
     """Runs a mixture of experts. Returns sums [shares, tokens, channels]."""
     return routed_experts_sums(
         x,
-        linear_sums(x, step.router, implementation=implementation),
+        linear_sums(x, step.router, run=run),
         step.up,
         step.down,
-        step.top_k,
-        logits_dtype=str(step.router.dtype),
-        renormalise=step.renormalise,
-        shared=step.shared,
-        shared_gate=step.shared_gate,
+        Routing(
+            top_k=step.top_k,
+            shared=step.shared,
+            shared_gate=step.shared_gate,
+            renormalise=step.renormalise,
+            logits_dtype=str(step.router.dtype),
+        ),
         valid=step.valid,
-        implementation=implementation,
+        run=run,
     )

@@ -12,7 +12,7 @@ from pallas_kernels._check import check_argument, check_layer, checked, dtype_of
 from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.all_reduce import Mailboxes
 from pallas_kernels.causal_conv1d.api import check as check_convolution
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
 from pallas_kernels.product_chain import _schedule, _separate
 from pallas_kernels.product_chain._steps import (
     Convolution,
@@ -33,7 +33,7 @@ def product_chain(
     residual: Float[Array, "tokens channels"] | None = None,
     *,
     parts: tuple[int, ...] | None = None,
-    implementation: Implementation | None = None,
+    run: Run = Run(),
 ) -> tuple[Any, Float[Array, "tokens channels"] | None]:
     """Runs norms, products and mixtures of experts of tokens: each step takes what the step before has computed.
 
@@ -63,8 +63,9 @@ def product_chain(
         parts: If the last step is a product that is not gated, the sizes of the arrays into which its results are cut. They
             have the dtype of the weights. None returns its sums. With a convolution they are those of the product before,
             of which the first part is convolved.
-        implementation: "mosaic_gpu" names the one launch; "xla" and "triton" name implementations of the separate ops. None
-            selects one launch if the GPU has it for these arguments, and else separate ops.
+        run: How it runs: by "mosaic_gpu", which is the one launch, or by "xla" or "triton", which are those of the separate
+            ops. The default is one launch if the GPU has it for these arguments, and else separate ops. There is no
+            configuration.
 
     Returns:
         The results of the last step, and the residual stream after the last norm, or `residual` if there is no norm. Results
@@ -75,13 +76,13 @@ def product_chain(
 
     Raises:
         ValueError: if a step cannot follow the one before, or if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` is "mosaic_gpu" and the kernel cannot run these arguments.
+        UnsupportedError: if `run` names "mosaic_gpu" and the kernel cannot run these arguments.
     """
-    steps = _steps_of("product_chain", steps)
+    run, steps = run.checked("product_chain", None), _steps_of("product_chain", steps)
     parts = _check("product_chain", x, steps, residual, parts)
     is_over = any(isinstance(step, Norm) and step.over_devices for step in steps)
     require(not is_over, "product_chain: only all_reduce_product_chain has norms over devices")
-    return _launch(x, steps, residual, None, None, parts, implementation)[:2]
+    return _launch(x, steps, residual, None, None, parts, run)[:2]
 
 
 @checked
@@ -93,7 +94,7 @@ def all_reduce_product_chain(
     turn: Int[Array, ""],
     *,
     parts: tuple[int, ...] | None = None,
-    implementation: Implementation | None = None,
+    run: Run = Run(),
 ) -> tuple[Any, Float[Array, "tokens channels"] | None, Int[Array, ""]]:
     """Runs a chain on every device of a mesh axis: `product_chain`, whose norms may add up what all devices have.
 
@@ -108,9 +109,9 @@ def all_reduce_product_chain(
         The results of the last step, the residual stream after the last norm, or `residual` if there is no norm, and the
         next call's turn.
     """
-    steps = _steps_of("all_reduce_product_chain", steps)
+    run, steps = run.checked("all_reduce_product_chain", None), _steps_of("all_reduce_product_chain", steps)
     parts = _check("all_reduce_product_chain", x, steps, residual, parts)
-    return _launch(x, steps, residual, mailboxes, turn, parts, implementation)
+    return _launch(x, steps, residual, mailboxes, turn, parts, run)
 
 
 def _launch(
@@ -120,27 +121,27 @@ def _launch(
     mailboxes: Mailboxes | None,
     turn: jax.Array | None,
     parts: tuple[int, ...] | None,
-    implementation: Implementation | None,
+    run: Run,
 ) -> tuple[Any, jax.Array | None, Any]:
     """Returns the results, the residual stream, and the next turn."""
     capacity = None if mailboxes is None else mailboxes.capacity
     steps, convolution = _without_convolution(steps)
     reason = _schedule.unsupported(x, steps, residual, parts, device.sm_count(), capacity)
-    reason = reason or unavailable(implementation, None, False)
-    if implementation is None and _schedule.is_short(steps):
+    reason = reason or unavailable(run)
+    if run.implementation is None and _schedule.is_short(steps):
         reason = "so few steps save less time than the launch costs"
     later = None
     if convolution is not None and reason is None:
         from pallas_kernels.product_chain import _convolution
 
         unable = _convolution.unsupported(convolution, weights_of(steps)[-1].dtype)
-        if unable is not None and implementation is None:
+        if unable is not None and run.implementation is None:
             convolution, later = None, convolution
         else:
             reason = unable
-    results, residual, turn = _run(x, steps, residual, mailboxes, turn, convolution, parts, implementation, reason)
+    results, residual, turn = _run(x, steps, residual, mailboxes, turn, convolution, parts, run, reason)
     if later is not None:
-        results = _separate.convolved(results, later, implementation)
+        results = _separate.convolved(results, later, run)
     return results, residual, turn
 
 
@@ -282,12 +283,12 @@ def _check_experts(name: str, step: Experts, channels: int) -> None:
     require(1 <= step.top_k <= step.routed, f"{name}: top_k must be from 1 to {step.routed}, got {step.top_k}")
 
 
-@functools.partial(jax.jit, static_argnames=("parts", "implementation", "reason"))
-def _run(x, steps, residual, mailboxes, turn, convolution, parts, implementation, reason):
-    separate = functools.partial(_separate.product_chain, parts=parts, implementation=implementation)
+@functools.partial(jax.jit, static_argnames=("parts", "run", "reason"))
+def _run(x, steps, residual, mailboxes, turn, convolution, parts, run, reason):
+    separate = functools.partial(_separate.product_chain, parts=parts, run=run)
     return dispatch(
         "product_chain" if mailboxes is None else "all_reduce_product_chain",
-        implementation,
+        run.implementation,
         (x, steps, residual, mailboxes, turn, convolution),
         xla=separate,
         triton=separate,

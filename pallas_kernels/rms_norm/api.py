@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels._check import checked, dtype_of, require
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
 from pallas_kernels.rms_norm import pallas_triton, xla
 from pallas_kernels.rms_norm.config import Config
 
@@ -24,9 +24,7 @@ def add_rms_norm(
     offset: float = 0.0,
     scale: float = 1.0,
     out_dtype: str | None = None,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "tokens channels"]]:
     """Adds a layer's outputs to the residual stream and normalises the sum.
 
@@ -48,33 +46,32 @@ def add_rms_norm(
         offset: Added to the weights.
         scale: Factor of the addend.
         out_dtype: Dtype of the normed values; None is x's.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel. None selects the default.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
         The total in x's dtype, and the normed values.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because a token has too
+        UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments, because a token has too
             many channels.
     """
+    run = run.checked("add_rms_norm", Config)
     require(addend.shape[0] >= 1, "add_rms_norm: addend must have at least one share, got none")
     dtype = dtype_of("add_rms_norm", "out_dtype", out_dtype, x.dtype)
     if x.size == 0:
         return x, x.astype(dtype)
     options = dict(epsilon=float(epsilon), offset=float(offset), scale=float(scale), out_dtype=dtype)
-    return _add_rms_norm((x, addend, weight), tuple(options.items()), implementation, config, interpret)
+    return _add_rms_norm((x, addend, weight), tuple(options.items()), run)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "implementation", "config", "interpret"))
-def _add_rms_norm(operands, options, implementation, config, interpret):
+@functools.partial(jax.jit, static_argnames=("options", "run"))
+def _add_rms_norm(operands, options, run):
     return dispatch(
         "add_rms_norm",
-        implementation,
+        run.implementation,
         operands,
         xla=functools.partial(xla.add_rms_norm, **dict(options)),
-        triton=functools.partial(pallas_triton.add_rms_norm, config=config, interpret=interpret, **dict(options)),
+        triton=functools.partial(pallas_triton.add_rms_norm, run=run, **dict(options)),
         unsupported=pallas_triton.unsupported(operands[0].shape[1]),
     )

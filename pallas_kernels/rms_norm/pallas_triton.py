@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels.rms_norm.config import Config, default_config
+from pallas_kernels.dispatch import Run
+from pallas_kernels.rms_norm.config import default_config
 
 _MAX_CHANNELS = 32768  # whose values a program still keeps in registers
 
@@ -64,8 +65,7 @@ def add_rms_norm(
     offset: float,
     scale: float,
     out_dtype: jnp.dtype,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[jax.Array, jax.Array]:
     """See api.py."""
     results = pt.call(
@@ -75,7 +75,7 @@ def add_rms_norm(
         inputs=dict(x=x, addend=addend, weight=weight),
         outputs=dict(total=jax.ShapeDtypeStruct(x.shape, x.dtype), normed=jax.ShapeDtypeStruct(x.shape, out_dtype)),
         updates={},
-        num_warps=(config or default_config(x.shape[1], addend.shape[0])).num_warps,
-        interpret=interpret,
+        num_warps=(run.config or default_config(x.shape[1], addend.shape[0])).num_warps,
+        interpret=run.interpret,
     )
     return results["total"], results["normed"]

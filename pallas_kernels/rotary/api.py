@@ -11,14 +11,15 @@ Sources: Su et al., "RoFormer" (2021) for the rotation; Zhang, Sennrich, "Root M
 """
 
 import functools
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels._check import checked, require
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
 from pallas_kernels.rotary import pallas_triton, xla
+from pallas_kernels.rotary.arguments import HeadNorms, PageIndices
 from pallas_kernels.rotary.config import Config
 
 
@@ -63,18 +64,11 @@ def rotate_and_store(
     sin: Float32[Array, "tokens pairs"] | None,
     keys: Float[Array, "layers pages page_size kv_heads key_dim"],
     values: Float[Array, "layers pages page_size kv_heads value_dim"],
-    layer: int | Int32[Array, ""],
-    kv_page: Int32[Array, " tokens"],
-    kv_offset: Int32[Array, " tokens"],
-    q_weight: Float[Array, " key_dim"] | None = None,
-    k_weight: Float[Array, " key_dim"] | None = None,
+    indices: PageIndices,
+    norms: HeadNorms = HeadNorms(),
     *,
     heads: int | None = None,
-    epsilon: float = 0.0,
-    offset: float = 0.0,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[
     Float[Array, "tokens heads key_dim"],
     Float[Array, "layers pages page_size kv_heads key_dim"],
@@ -100,26 +94,18 @@ def rotate_and_store(
         keys: Keys of all layers and pages. They are updated in place if the enclosing jit donates them, and copied
             otherwise.
         values: Values of all layers and pages, which are updated as `keys`.
-        layer: The layer whose pages are written.
-        kv_page: The page that takes each token's key and value. They are dropped if it is out of range.
-        kv_offset: The index of each token in its page, in [0, page_size). No two tokens have the same place; this is not
-            checked.
-        q_weight: Weights of the norm of each query. None leaves queries as they are.
-        k_weight: Weights of the norm of each key. None leaves keys as they are.
+        indices: Where each token's key and value go.
+        norms: The norms of queries and keys. The default leaves both as they are.
         heads: The number of queries of a token; all that q has if None.
-        epsilon: Added to the mean squares of both norms.
-        offset: Added to the weights of both norms.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel. None selects the default.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
-        The queries in q's dtype, and the updated pages of keys and of values. Nothing but the tokens' places has changed.
+        The queries in q's dtype, and the updated pages of keys and of values. Nothing else in the pages has changed.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
     """
-    key_dim = k.shape[2]
+    key_dim, run = k.shape[2], run.checked("rotate_and_store", Config)
     require(q.shape[2] >= key_dim, f"rotate_and_store: q must have at least {key_dim} dims per head, got {q.shape[2]}")
     _check_angles("rotate_and_store", key_dim, cos, sin)
     require(
@@ -129,8 +115,8 @@ def rotate_and_store(
     heads = heads or q.shape[1]
     if q.shape[0] == 0:
         return q[:, :heads, :key_dim], keys, values
-    operands = (q, k, v, cos, sin, keys, values, jnp.int32(layer), kv_page, kv_offset, q_weight, k_weight)
-    return _run(operands, heads, float(epsilon), float(offset), implementation, config, interpret)
+    norms = replace(norms, epsilon=float(norms.epsilon), offset=float(norms.offset))
+    return _run((q, k, v, cos, sin, keys, values, indices, norms), heads, run)
 
 
 def _check_angles(name: str, dim: int, cos: jax.Array | None, sin: jax.Array | None) -> None:
@@ -142,13 +128,12 @@ def _check_angles(name: str, dim: int, cos: jax.Array | None, sin: jax.Array | N
     )
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "epsilon", "offset", "implementation", "config", "interpret"))
-def _run(operands, heads, epsilon, offset, implementation, config, interpret):
-    options = dict(heads=heads, epsilon=epsilon, offset=offset)
+@functools.partial(jax.jit, static_argnames=("heads", "run"))
+def _run(operands, heads, run):
     return dispatch(
         "rotate_and_store",
-        implementation,
+        run.implementation,
         operands,
-        xla=functools.partial(xla.rotate_and_store, **options),
-        triton=functools.partial(pallas_triton.rotate_and_store, config=config, interpret=interpret, **options),
+        xla=functools.partial(xla.rotate_and_store, heads=heads),
+        triton=functools.partial(pallas_triton.rotate_and_store, heads=heads, run=run),
     )

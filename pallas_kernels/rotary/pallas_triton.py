@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._pallas_triton import Lanes, Refs
+from pallas_kernels.dispatch import Run
+from pallas_kernels.rotary.arguments import HeadNorms, PageIndices
 from pallas_kernels.rotary.config import Config, default_config
 
 
@@ -106,24 +108,18 @@ def rotate_and_store(
     sin: jax.Array | None,
     keys: jax.Array,
     values: jax.Array,
-    layer: jax.Array,
-    kv_page: jax.Array,
-    kv_offset: jax.Array,
-    q_weight: jax.Array | None,
-    k_weight: jax.Array | None,
+    indices: PageIndices,
+    norms: HeadNorms,
     *,
     heads: int,
-    epsilon: float,
-    offset: float,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See api.py."""
     tokens, (kv_heads, dim) = q.shape[0], k.shape[1:]
-    config = config or default_config(dim)
+    config = run.config or default_config(dim)
     tiles = [-(-number // _tile_heads(config, number)) for number in (heads, kv_heads)]
     results = pt.call(
-        functools.partial(_kernel, config=config, epsilon=epsilon, offset=offset),
+        functools.partial(_kernel, config=config, epsilon=norms.epsilon, offset=norms.offset),
         name="rotate_and_store",
         grid=(sum(tiles), tokens),
         inputs=dict(
@@ -132,15 +128,15 @@ def rotate_and_store(
             v=v,
             cos=cos,
             sin=sin,
-            layer=layer,
-            kv_page=kv_page,
-            kv_offset=kv_offset,
-            q_weight=q_weight,
-            k_weight=k_weight,
+            layer=jnp.int32(indices.layer),
+            kv_page=indices.page,
+            kv_offset=indices.offset,
+            q_weight=norms.q_weight,
+            k_weight=norms.k_weight,
         ),
         outputs=dict(queries=jax.ShapeDtypeStruct((tokens, heads, dim), q.dtype)),
         updates=dict(keys=keys, values=values),
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
     return results["queries"], results["keys"], results["values"]

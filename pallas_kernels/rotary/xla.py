@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rotary.arguments import HeadNorms, PageIndices
+
 
 def rotate(
     x: jax.Array,
@@ -36,20 +38,15 @@ def rotate_and_store(
     sin,
     keys,
     values,
-    layer,
-    kv_page,
-    kv_offset,
-    q_weight,
-    k_weight,
+    indices: PageIndices,
+    norms: HeadNorms,
     *,
     heads: int,
-    epsilon: float,
-    offset: float,
 ):
     """See api.py."""
-    finish = functools.partial(rotate, epsilon=epsilon, offset=offset)
+    finish = functools.partial(rotate, epsilon=norms.epsilon, offset=norms.offset)
     # A negative index would count from the last page.
-    page = jnp.where(kv_page < 0, keys.shape[1], kv_page)
-    put = lambda pool, x: pool.at[layer, page, kv_offset].set(x.astype(pool.dtype), mode="drop")
-    queries = finish(q[:, :heads, : k.shape[2]], cos, sin, q_weight).astype(q.dtype)
-    return queries, put(keys, finish(k, cos, sin, k_weight)), put(values, v)
+    page = jnp.where(indices.page < 0, keys.shape[1], indices.page)
+    put = lambda pool, x: pool.at[jnp.int32(indices.layer), page, indices.offset].set(x.astype(pool.dtype), mode="drop")
+    queries = finish(q[:, :heads, : k.shape[2]], cos, sin, norms.q_weight).astype(q.dtype)
+    return queries, put(keys, finish(k, cos, sin, norms.k_weight)), put(values, v)

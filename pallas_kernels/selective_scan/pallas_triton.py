@@ -13,7 +13,9 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._math import softplus
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.selective_scan.config import Config, default_config
+from pallas_kernels.dispatch import Run
+from pallas_kernels.rows import Rows
+from pallas_kernels.selective_scan.config import default_config
 
 
 def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplus: bool, interpret: bool) -> None:
@@ -116,37 +118,31 @@ def selective_scan(
     B: jax.Array,
     C: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None,
-    checkpoint_block: jax.Array | None,
+    rows: Rows,
     D: jax.Array | None,
     z: jax.Array | None,
     dt_bias: jax.Array | None,
     *,
     dt_softplus: bool,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel. See api.py."""
     _, heads, head_dim = x.shape
-    config = config or default_config(pool.shape[-1], pool.dtype.itemsize)
+    config = run.config or default_config(pool.shape[-1], pool.dtype.itemsize)
     cut = dict(block_dim=config.block_dim, segment=config.segment, unroll=config.unroll)
     # Every thread of the kernel uses B and C, so they are converted once, here.
     B, C = B.astype(jnp.float32), C.astype(jnp.float32)
-    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, layer=layer, query_start_loc=query_start_loc)
-    inputs |= dict(read_block=read_block, write_block=write_block)
-    inputs |= dict(checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    inputs |= dict(layer=rows.layer, query_start_loc=rows.query_start_loc)
+    inputs |= dict(read_block=rows.read, write_block=rows.write[:, 0]) | rows.checkpoint_inputs
     results = pt.call(
-        functools.partial(_kernel, **cut, dt_softplus=dt_softplus, interpret=interpret),
+        functools.partial(_kernel, **cut, dt_softplus=dt_softplus, interpret=run.interpret),
         name="selective_scan",
-        grid=(-(-head_dim // config.block_dim), heads, read_block.shape[0]),
+        grid=(-(-head_dim // config.block_dim), heads, rows.num_rows),
         inputs=inputs,
         outputs=dict(out=jax.ShapeDtypeStruct(x.shape, x.dtype)),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
     return results["out"], results["pool"]

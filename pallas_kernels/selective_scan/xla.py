@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu, softplus
-from pallas_kernels.blocks import per_row, places_to_keep, read_blocks, write_kept
-from pallas_kernels.rows import token_rows
+from pallas_kernels.blocks import per_row, read_blocks, write_kept
+from pallas_kernels.rows import Rows, kept_states, token_rows
 
 
 def _in_float32(x: jax.Array) -> jax.Array:
@@ -19,12 +19,7 @@ def selective_scan(
     B: jax.Array,
     C: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None,
-    checkpoint_block: jax.Array | None,
+    rows: Rows,
     D: jax.Array | None,
     z: jax.Array | None,
     dt_bias: jax.Array | None,
@@ -35,14 +30,13 @@ def selective_scan(
     num_tokens, heads = x.shape[:2]
     # The loop has at least 2 turns, because XLA would inline a loop over one token, and its bits could then differ from
     # those of a loop over several.
-    rows = token_rows(query_start_loc, max(num_tokens, 2))
-    initial = read_blocks(pool, layer, read_block)
-
-    offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
+    places = token_rows(rows.query_start_loc, max(num_tokens, 2))
+    initial = read_blocks(pool, rows.layer, rows.read)
+    offset, block = kept_states(rows)
 
     def advance(carry, token):
         state, kept = carry
-        row, nth, valid = (v[token] for v in rows)
+        row, nth, valid = (v[token] for v in places)
 
         def take(v):
             # Padding tokens may hold anything, so they are replaced by 0.
@@ -62,6 +56,6 @@ def selective_scan(
         return (state, kept), jnp.where(valid, y, 0.0).astype(x.dtype)
 
     kept = jnp.broadcast_to(initial[:, None], (*offset.shape, *initial.shape[1:]))
-    tokens = jnp.arange(rows.row.shape[0], dtype=jnp.int32)
+    tokens = jnp.arange(places.row.shape[0], dtype=jnp.int32)
     (_, kept), out = jax.lax.scan(advance, (jnp.zeros_like(initial[0]), kept), tokens)
-    return out[:num_tokens], write_kept(pool, layer, block, kept)
+    return out[:num_tokens], write_kept(pool, rows.layer, block, kept)

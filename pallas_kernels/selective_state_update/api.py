@@ -4,11 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from pallas_kernels._check import checked, require
 from pallas_kernels._mosaic_available import unavailable
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update import pallas_triton, xla
 from pallas_kernels.selective_state_update.config import Config
 
@@ -21,23 +22,17 @@ def selective_state_update(
     B: Float[Array, "tokens groups state_dim"],
     C: Float[Array, "tokens groups state_dim"],
     pool: Float[Array, "layers blocks heads head_dim state_dim"],
-    layer: int | Int32[Array, ""],
-    query_start_loc: Int32[Array, " rows_plus_1"],
-    read_block: Int32[Array, " rows"],
-    write_blocks: Int32[Array, "rows window"],
+    rows: Rows,
     *,
     D: Float[Array, " heads"] | Float[Array, "heads head_dim"] | None = None,
     z: Float[Array, "tokens heads head_dim"] | None = None,
     dt_bias: Float[Array, " heads"] | Float[Array, "heads head_dim"] | None = None,
     dt_softplus: bool = True,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
     """Runs Mamba's recurrence over decode and verify rows, in one launch, and keeps the state after each token.
 
-    The state after token t of row r is written to write_blocks[r, t]. For one head with its group of B and C, its state
-    S
+    The state after token t of row r is written to `rows.write[r, t]`. For one head with its group of B and C, its state S
     [head_dim, state_dim] and one token::
 
         dt = softplus(dt + dt_bias)
@@ -59,62 +54,51 @@ def selective_state_update(
         C: Output projections, in the same groups as B.
         pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
             otherwise.
-        layer: The layer whose blocks are read and written.
-        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
-            that entry.
-        read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
-        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A
-            row has at most `window` tokens. A block may be the row's own read block.
+        rows: The rows, with `read` and `write`. A row has at most as many tokens as `write` has columns.
         D: Skip connection, per head or per channel, or None.
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, per head or per channel, or None.
         dt_softplus: Whether a softplus is applied to `dt`.
-        implementation: "xla", "triton" or "mosaic_gpu". None selects the first of Mosaic GPU, on a Hopper GPU, Triton,
-            on any CUDA GPU, and XLA that can run the arguments.
-        config: Launch configuration of the Triton kernel. None selects the default.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+        run: How it runs: by "xla", "triton" or, on a Hopper GPU, "mosaic_gpu", with a `Config` for the Triton kernel.
 
     Returns:
         The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
-            arrays of 16 or 32 bits, parameters per head, as Mamba-2 has, head_dim in multiples of 64, 128, 256 or 512 bytes
-            of state per channel, and no `config`, and needs JAX 0.11.2 or newer.
+        ValueError: if a shape or dtype breaks the contract, or if the rows lack a field.
+        UnsupportedError: if `run` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes arrays of 16
+            or 32 bits, parameters per head, as Mamba-2 has, head_dim in multiples of 64, 128, 256 or 512 bytes of state per
+            channel, and no configuration, and needs JAX 0.11.2 or newer.
     """
+    name = "selective_state_update"
+    rows, run = rows.having(name, "read", "write"), run.checked(name, Config)
     require(
         B.shape[1] > 0 and x.shape[1] % B.shape[1] == 0,
-        f"selective_state_update: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
+        f"{name}: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
     )
-    if x.shape[0] == 0 or read_block.shape[0] == 0:
+    if x.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros_like(x), pool
-    operands = (x, dt, A, B, C, pool, jnp.int32(layer), query_start_loc, read_block, write_blocks, D, z, dt_bias)
-    return _update(operands, dt_softplus, implementation, config, interpret)
+    return _update((x, dt, A, B, C, pool, rows, D, z, dt_bias), dt_softplus, run)
 
 
-@functools.partial(jax.jit, static_argnames=("dt_softplus", "implementation", "config", "interpret"))
-def _update(operands, dt_softplus, implementation, config, interpret):
-    triton = functools.partial(
-        pallas_triton.selective_state_update, dt_softplus=dt_softplus, config=config, interpret=interpret
-    )
-    xla_update = functools.partial(xla.selective_state_update, dt_softplus=dt_softplus)
+@functools.partial(jax.jit, static_argnames=("dt_softplus", "run"))
+def _update(operands, dt_softplus, run):
     return dispatch(
         "selective_state_update",
-        implementation,
+        run.implementation,
         operands,
-        xla=xla_update,
-        triton=triton,
-        mosaic_gpu=_mosaic_gpu(operands, dt_softplus, implementation, config, interpret),
+        xla=functools.partial(xla.selective_state_update, dt_softplus=dt_softplus),
+        triton=functools.partial(pallas_triton.selective_state_update, dt_softplus=dt_softplus, run=run),
+        mosaic_gpu=_mosaic_gpu(operands, dt_softplus, run),
     )
 
 
-def _mosaic_gpu(operands, dt_softplus, implementation, config, interpret):
+def _mosaic_gpu(operands, dt_softplus, run):
     """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
-    if reason := unavailable(implementation, config, interpret):
+    if reason := unavailable(run):
         return reason
     from pallas_kernels.selective_state_update import sm90
 
-    x, dt, A, B, C, pool, _, _, _, _, D, z, dt_bias = operands
+    x, dt, A, B, C, pool, _, D, z, dt_bias = operands
     reason = sm90.unsupported(x, dt, A, B, C, pool, D, z, dt_bias)
     return reason or functools.partial(sm90.selective_state_update, dt_softplus=dt_softplus)

@@ -9,7 +9,9 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import _state_rows
 from pallas_kernels._math import silu, softplus
 from pallas_kernels._pallas_triton import Lanes, Refs
-from pallas_kernels.selective_state_update.config import Config, default_config
+from pallas_kernels.dispatch import Run
+from pallas_kernels.rows import Rows
+from pallas_kernels.selective_state_update.config import default_config
 
 
 def _recurrence(
@@ -84,35 +86,32 @@ def selective_state_update(
     B: jax.Array,
     C: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    write_blocks: jax.Array,
+    rows: Rows,
     D: jax.Array | None,
     z: jax.Array | None,
     dt_bias: jax.Array | None,
     *,
     dt_softplus: bool,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel. See api.py."""
-    config = config or default_config(write_blocks.shape[1], pool.shape[-1], pool.dtype.itemsize)
+    config = run.config or default_config(rows.write.shape[1], pool.shape[-1], pool.dtype.itemsize)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def kernel(refs):
         recurrence = functools.partial(_recurrence, refs=refs, dt_softplus=dt_softplus)
         _state_rows.advance_rows(refs, config.block_dim, config.tile_dim, config.segment, recurrence)
 
-    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, layer=layer)
+    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, layer=rows.layer)
+    inputs |= dict(query_start_loc=rows.query_start_loc, read_block=rows.read, write_blocks=rows.write)
     results = pt.call(
         kernel,
         name="selective_state_update",
-        grid=_state_rows.grid(out, read_block.shape[0], config.block_dim),
-        inputs=inputs | dict(query_start_loc=query_start_loc, read_block=read_block, write_blocks=write_blocks),
+        grid=_state_rows.grid(out, rows.num_rows, config.block_dim),
+        inputs=inputs,
         outputs={"out": out},
         updates={"pool": pool},
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
     return results["out"], results["pool"]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels.hopper import state_warps
 from pallas_kernels.hopper.state_warps import State, Warp
+from pallas_kernels.rows import Rows
 
 
 def unsupported(
@@ -68,10 +69,7 @@ def selective_state_update(
     B: jax.Array,
     C: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    write_blocks: jax.Array,
+    rows: Rows,
     D: jax.Array | None,
     z: jax.Array | None,
     dt_bias: jax.Array | None,
@@ -86,6 +84,6 @@ def selective_state_update(
         {name: array for name, array in inputs.items() if array is not None},
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         pool,
-        layer,
-        (query_start_loc, read_block, write_blocks),
+        rows.layer,
+        (rows.query_start_loc, rows.read, rows.write),
     )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._math import silu, softplus
 from pallas_kernels.blocks import read_blocks, write_blocks
-from pallas_kernels.rows import token_rows
+from pallas_kernels.rows import Rows, token_rows
 
 
 def selective_state_update(
@@ -15,10 +15,7 @@ def selective_state_update(
     B: jax.Array,
     C: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    read_block: jax.Array,
-    write_blocks_: jax.Array,
+    rows: Rows,
     D: jax.Array | None,
     z: jax.Array | None,
     dt_bias: jax.Array | None,
@@ -27,7 +24,7 @@ def selective_state_update(
 ) -> tuple[jax.Array, jax.Array]:
     """Advances all rows in one loop over the tokens. See api.py."""
     heads = x.shape[1]
-    rows = token_rows(query_start_loc, x.shape[0])
+    token_row, token_offset, _ = token_rows(rows.query_start_loc, x.shape[0])
 
     def per_channel(v):
         """Shapes a number per head or per channel to [heads, 1] or [heads, head_dim]."""
@@ -37,8 +34,8 @@ def selective_state_update(
 
     def advance(token, carry):
         state, out, pool = carry
-        row, offset = rows.row[token], rows.offset[token]
-        state = jnp.where(offset == 0, read_blocks(pool, layer, read_block[row]), state)
+        row, offset = token_row[token], token_offset[token]
+        state = jnp.where(offset == 0, read_blocks(pool, rows.layer, rows.read[row]), state)
         step = per_channel(dt[token])
         step = step if dt_bias is None else step + per_channel(dt_bias)
         step = softplus(step) if dt_softplus else step
@@ -49,10 +46,10 @@ def selective_state_update(
         y = y if D is None else y + per_channel(D) * x_t
         y = y if z is None else y * silu(z[token].astype(jnp.float32))
         out = out.at[token].set(y.astype(out.dtype))
-        return state, out, write_blocks(pool, layer, write_blocks_[row, offset], state)
+        return state, out, write_blocks(pool, rows.layer, rows.write[row, offset], state)
 
     # Every token runs in the same loop body of one shape, and the loop has as many turns as there are tokens. A row's
     # bits therefore depend neither on other rows nor on the amount of padding.
     carry = jnp.zeros(pool.shape[2:], jnp.float32), jnp.zeros_like(x), pool
-    _, out, pool = jax.lax.fori_loop(query_start_loc[0], query_start_loc[-1], advance, carry)
+    _, out, pool = jax.lax.fori_loop(rows.query_start_loc[0], rows.query_start_loc[-1], advance, carry)
     return out, pool

@@ -16,7 +16,8 @@ from pallas_kernels._dot import dot, pieces
 from pallas_kernels._math import silu, softplus
 from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.chunks import Chunks
+from pallas_kernels.dispatch import Run
+from pallas_kernels.rows import Rows
 from pallas_kernels.ssd.config import Config, default_config
 from pallas_kernels.ssd.decays import sums_on_fixed_grid
 
@@ -196,25 +197,18 @@ def ssd(
     B: jax.Array,
     C: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    chunks: Chunks,
-    read_block: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None,
-    checkpoint_block: jax.Array | None,
+    rows: Rows,
     D: jax.Array | None,
     z: jax.Array | None,
     dt_bias: jax.Array | None,
     *,
     dt_softplus: bool,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel. See api.py."""
     num_tokens, heads, head_dim = x.shape
-    num_rows, chunk_size = read_block.shape[0], chunks.chunk_size
-    config = _config(x, B, C, num_rows, chunk_size, config)
+    num_rows, chunks, chunk_size = rows.num_rows, rows.chunks, rows.chunks.chunk_size
+    config = _config(x, B, C, num_rows, chunk_size, run.config)
     block_dim = config.block_dim
 
     def kernel(refs: Refs) -> None:
@@ -225,7 +219,7 @@ def ssd(
 
         @pt.when((row < num_rows) & (end > start))
         def _():
-            options = dict(chunk_size=chunk_size, dt_softplus=dt_softplus, interpret=interpret)
+            options = dict(chunk_size=chunk_size, dt_softplus=dt_softplus, interpret=run.interpret)
             _advance_row(refs, head, row, channels, **options)
 
         # One more row of programs writes zeros to the tokens after the last row.
@@ -243,19 +237,20 @@ def ssd(
             tiles = jax.lax.div(num_tokens - tail + chunk_size - 1, jnp.int32(chunk_size))
             jax.lax.fori_loop(jnp.int32(0), tiles, clear, None)
 
-    rows = dict(query_start_loc=query_start_loc, read_block=read_block, write_block=write_block)
-    rows |= dict(checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
-    rows |= dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, first_chunk_indices=chunks.first_chunk_indices)
+    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    inputs |= dict(layer=rows.layer, query_start_loc=rows.query_start_loc)
+    inputs |= dict(read_block=rows.read, write_block=rows.write[:, 0]) | rows.checkpoint_inputs
+    inputs |= dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, first_chunk_indices=chunks.first_chunk_indices)
     results = pt.call(
         kernel,
         name="ssd",
         # The grid places the programs of a group next to each other, because they read the same B and C.
         grid=(-(-head_dim // block_dim), heads, num_rows + 1),
-        inputs=dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, layer=layer) | rows,
+        inputs=inputs,
         outputs={"out": jax.ShapeDtypeStruct(x.shape, x.dtype)},
         updates={"pool": pool},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        interpret=interpret,
+        interpret=run.interpret,
     )
     return results["out"], results["pool"]

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.chunks import Chunks
 from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
 from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
+from pallas_kernels.rows import Rows
 from pallas_kernels.ssd.decays import Factors, decays
 
 _STAGES = 2  # chunks whose tokens are in SMEM
@@ -207,13 +207,7 @@ def ssd(
     B: jax.Array,
     C: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    chunks: Chunks,
-    read_block: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None,
-    checkpoint_block: jax.Array | None,
+    rows: Rows,
     D: jax.Array | None,
     z: jax.Array | None,
     dt_bias: jax.Array | None,
@@ -222,15 +216,15 @@ def ssd(
 ) -> tuple[jax.Array, jax.Array]:
     """Launches both kernels. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
-    parts, rows = state_dim // TILE, read_block.shape[0]
-    checkpoints = 0 if checkpoint_offset is None else checkpoint_offset.shape[1]
+    parts, chunks = state_dim // TILE, rows.chunks
     skip = None
     if D is not None:
         skip = jnp.broadcast_to(D.astype(jnp.float32).reshape(heads, -1), (heads, head_dim))
-    given = dict(layer=layer.reshape(1), query_start_loc=query_start_loc, first_chunk=chunks.first_chunk_indices)
-    given |= dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, read_block=read_block, write_block=write_block)
-    if checkpoints:
-        given |= dict(checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    given = dict(layer=jnp.reshape(rows.layer, 1), query_start_loc=rows.query_start_loc)
+    given |= dict(first_chunk=chunks.first_chunk_indices, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
+    given |= dict(read_block=rows.read, write_block=rows.write[:, 0])
+    if rows.checkpoints is not None:
+        given |= dict(checkpoint_offset=rows.checkpoints.offset, checkpoint_block=rows.checkpoints.block)
     given |= dict(x=x, B=B, C=C, z=z, skip=skip)
     given |= dict(factors=decays(dt, A, dt_bias, chunks, dt_softplus=dt_softplus))
     of_stage = dict(x=(_STAGES,), B=(_STAGES, parts), C=(_STAGES, parts))
@@ -257,7 +251,7 @@ def ssd(
     out = hp.kernel(
         functools.partial(_kernel, [*arrays, "pool", "out", *scratch]),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(rows, head_dim // TILE, heads),
+        grid=(rows.num_rows, head_dim // TILE, heads),
         grid_names=("row", "part", "head"),
         num_threads=3,
         thread_name=hp.WARPGROUP,

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu, softplus
-from pallas_kernels.blocks import places_to_keep, read_blocks, write_kept
-from pallas_kernels.chunks import Chunks, scan_chunks
+from pallas_kernels.blocks import read_blocks, write_kept
+from pallas_kernels.chunks import scan_chunks
+from pallas_kernels.rows import Rows, kept_states
 
 
 def _advance_chunk(
@@ -49,13 +50,7 @@ def ssd(
     B: jax.Array,
     C: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    chunks: Chunks,
-    read_block: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None,
-    checkpoint_block: jax.Array | None,
+    rows: Rows,
     D: jax.Array | None,
     z: jax.Array | None,
     dt_bias: jax.Array | None,
@@ -64,7 +59,7 @@ def ssd(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs all rows in one scan over the chunks. See api.py."""
     num_tokens, heads, _ = x.shape
-    offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
+    offset, block = kept_states(rows)
     A = A.astype(jnp.float32)
 
     def advance(state, take, live):
@@ -80,6 +75,6 @@ def ssd(
         out = out if z is None else out * silu(of_heads(z))
         return state, out.swapaxes(0, 1)
 
-    initial = read_blocks(pool, layer, read_block)
-    out, kept = scan_chunks(advance, initial, chunks, query_start_loc, offset, num_tokens)
-    return out.astype(x.dtype), write_kept(pool, layer, block, kept)
+    initial = read_blocks(pool, rows.layer, rows.read)
+    out, kept = scan_chunks(advance, initial, rows.chunks, rows.query_start_loc, offset, num_tokens)
+    return out.astype(x.dtype), write_kept(pool, rows.layer, block, kept)

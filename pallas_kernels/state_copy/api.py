@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_layout, checked
 from pallas_kernels.blocks import WindowLayout
-from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Run, dispatch
 from pallas_kernels.state_copy import pallas_triton, xla
 from pallas_kernels.state_copy.config import Config
 
@@ -20,9 +20,7 @@ def state_copy(
     window_row: Int32[Array, " rows"] | None = None,
     *,
     layout: WindowLayout = "SD",
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    run: Run = Run(),
 ) -> Float[Array, "layers blocks *state"]:
     """Copies states from block to block inside one pool, for all layers at once, in one launch.
 
@@ -43,10 +41,7 @@ def state_copy(
             nothing. No row may read or write a block that another row writes; this is not checked.
         window_row: The first window row that each row reads, in [0, window). None copies whole blocks.
         layout: The layout of the windows that `window_row` shifts: "SD" [window, channels] or "DS" [channels, window].
-        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
-            the arguments, and XLA otherwise.
-        config: Launch configuration of the Triton kernel. None selects the default.
-        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
         The updated pool. Only the destination blocks have changed.
@@ -54,8 +49,9 @@ def state_copy(
     Raises:
         ValueError: if a shape or dtype breaks the contract, or if `window_row` is given for states that are not
             windows.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
+        UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments.
     """
+    run = run.checked("state_copy", Config)
     check_layout("state_copy", layout, WindowLayout)
     if window_row is not None and pool.ndim != 4:
         raise ValueError(
@@ -66,13 +62,16 @@ def state_copy(
         raise ValueError(f"state_copy: pool must have at least two state axes, got {list(pool.shape)}")
     if source.shape[0] == 0:
         return pool
-    return _state_copy(pool, source, destination, window_row, layout, implementation, config, interpret)
+    return _state_copy(pool, source, destination, window_row, layout, run)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "implementation", "config", "interpret"))
-def _state_copy(pool, source, destination, window_row, layout, implementation, config, interpret):
+@functools.partial(jax.jit, static_argnames=("layout", "run"))
+def _state_copy(pool, source, destination, window_row, layout, run):
     operands = (pool, source, destination) + (() if window_row is None else (window_row,))
-    triton = functools.partial(pallas_triton.state_copy, layout=layout, config=config, interpret=interpret)
     return dispatch(
-        "state_copy", implementation, operands, xla=functools.partial(xla.state_copy, layout=layout), triton=triton
+        "state_copy",
+        run.implementation,
+        operands,
+        xla=functools.partial(xla.state_copy, layout=layout),
+        triton=functools.partial(pallas_triton.state_copy, layout=layout, run=run),
     )

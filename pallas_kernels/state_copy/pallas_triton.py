@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import NULL_BLOCK, WindowLayout
-from pallas_kernels.state_copy.config import Config, default_config
+from pallas_kernels.dispatch import Run
+from pallas_kernels.state_copy.config import default_config
 
 
 def _for_each_tile(
@@ -89,9 +90,8 @@ def state_copy(
     destination: jax.Array,
     window_row: jax.Array | None = None,
     *,
-    layout: WindowLayout = "SD",
-    config: Config | None = None,
-    interpret: bool = False,
+    layout: WindowLayout,
+    run: Run,
 ) -> jax.Array:
     """Launches the copy kernel or, with `window_row`, the shift kernel. See api.py."""
     layers, blocks, *state, cols = pool.shape
@@ -101,7 +101,7 @@ def state_copy(
     # Merging a state's leading axes is a bitcast. Layers and blocks stay separate axes, so that offsets into large
     # pools are computed in 64 bits.
     view = pool.reshape(layers, blocks, rows, cols)
-    config = config or default_config(pool.dtype.itemsize)
+    config = run.config or default_config(pool.dtype.itemsize)
     tile_cols = pt.power_of_two(cols)
     if window_row is None:
         tile_rows = min(max(config.tile // tile_cols, 1), pt.power_of_two(rows))
@@ -121,6 +121,6 @@ def state_copy(
         outputs={},
         updates=dict(pool=view),
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
     return results["pool"].reshape(pool.shape)

@@ -47,11 +47,10 @@ def run_kernels(spec, pool, released, batch, indices, tokens):
     weights, (short,) = map(jnp.asarray, (TAPS, A_LOG, BIAS)), pool.states[1]
     out, *arrays = convolved_delta_rule(x, a, b, *weights, at, *pool.states[0], *pool.ring(0))
 
-    def convolve(op, rows, x, short, **kept):
-        where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
-        return op(x, short, 0, jnp.asarray(TAPS), None, *where, **kept, implementation="xla")
+    def convolve(op, rows, x, short):
+        return op(x, short, jnp.asarray(TAPS), None, rows, run=at.run)
 
-    decode = lambda rows, *arrays: convolve(causal_conv1d_update, rows, *arrays, **rows.boundaries)
+    decode = lambda rows, *arrays: convolve(causal_conv1d_update, rows, *arrays)
     prefill = lambda rows, *arrays: convolve(causal_conv1d_prefill, rows, *arrays)
     short_out, short = at.at(0, group=1).apply(decode, prefill, (x,), (short,))
     return jnp.concatenate([out[:, 0], short_out], axis=1), pool.with_group(0, arrays).with_group(1, (short,))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,9 @@ from mamba_align_jax import (
     update_block_tables,
 )
 from pallas_kernels import (
+    DeltaRuleEntries,
+    Rows,
+    Run,
     causal_conv1d_prefill,
     causal_conv1d_update,
     chunk_rows,
@@ -67,44 +71,33 @@ def make_spec(policy, K, dtype, num_layers=3, layouts=("SD", "VK")):
 
 def make_step(spec, num_decode_rows, implementation):
     """The step of a model that has only GDN layers. The weights are arbitrary constants."""
-    of_windows, of_states = (
-        dict(layout=state.layout, implementation=implementation) for state in spec.groups[0].states
-    )
+    windows, states = (state.layout for state in spec.groups[0].states)
+    run = Run(implementation=implementation)
 
     def weights(dtype):
         return jnp.full((WIDTH, CHANNELS), 0.1, dtype), jnp.zeros(HEADS), jnp.zeros(HEADS)
 
     def decode(rows, layer, x, gate, conv, recurrent, *ring):
-        taps, A_log, dt_bias = weights(x.dtype)
-        loc, write = rows.query_start_loc, rows.write[0]
-        qkv, conv = causal_conv1d_update(
-            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write[:, 0]),
-            **rows.of_group(0).boundaries,
-            **of_windows,
-        )
+        (taps, A_log, dt_bias), rows = weights(x.dtype), rows.of_group(0, layer)
+        qkv, conv = causal_conv1d_update(x, conv, taps, None, rows, layout=windows, run=run)
         if rows.fold is not None:
-            where = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read[0], rows.fold.block[0]
-            options = dict(max_query_tokens=spec.window, implementation=implementation)
-            operands = qkv, gate, gate, A_log, dt_bias, recurrent, *ring, layer, loc, *where
-            out, recurrent, *ring = gated_delta_rule_deferred(*operands, **options)
-            return out, conv, recurrent, *ring
+            entries = DeltaRuleEntries(k=ring[0], u=ring[1], g=ring[2])
+            out, recurrent, entries = gated_delta_rule_deferred(
+                qkv, gate, gate, A_log, dt_bias, recurrent, entries, rows, run=run
+            )
+            return out, conv, recurrent, entries.k, entries.u, entries.g
         out, recurrent = gated_delta_rule_update(
-            *(qkv, gate, gate, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[0], write), **of_states
+            qkv, gate, gate, A_log, dt_bias, recurrent, rows, layout=states, run=run
         )
         return out, conv, recurrent
 
     def prefill(rows, layer, x, gate, conv, recurrent, *ring):
-        taps, A_log, dt_bias = weights(x.dtype)
-        loc, write = rows.query_start_loc, rows.write[0, :, 0]
-        qkv, conv = causal_conv1d_prefill(
-            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write), **of_windows
-        )
+        (taps, A_log, dt_bias), rows = weights(x.dtype), rows.of_group(0, layer)
+        qkv, conv = causal_conv1d_prefill(x, conv, taps, None, rows, layout=windows, run=run)
         q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
         g, beta = gated_delta_rule_gates(gate, gate, A_log, dt_bias)
-        chunks = chunk_rows(loc, rows.num_computed_tokens, v.shape[0])
-        out, recurrent = gated_delta_rule_prefill(
-            *(q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[0], write), **of_states
-        )
+        rows = replace(rows, chunks=chunk_rows(rows.query_start_loc, rows.num_computed_tokens, v.shape[0]))
+        out, recurrent = gated_delta_rule_prefill(q, k, v, g, beta, recurrent, rows, layout=states, run=run)
         return out, conv, recurrent, *ring
 
     def step(pool, state, tables, updates, additions, batch, tokens, num_sampled):
@@ -218,23 +211,23 @@ def test_a_donated_step_copies_no_pool_of_another_layout(policy, implementation,
     assert pool_copies(make_step(spec, 2, implementation).lower(*given).compile(), given[:3]) == []
 
 
-def recurrent_layer(x, pool, layer, rows, implementation):
+def recurrent_layer(x, pool, rows, run):
     gate = x[..., 0]
-    return gated_delta_rule_recurrent(x, x, x, -gate, gate, pool, layer, *rows, implementation=implementation)
+    return gated_delta_rule_recurrent(x, x, x, -gate, gate, pool, rows, run=run)
 
 
-def kimi_layer(x, pool, layer, rows, implementation):
-    return gated_delta_rule_recurrent(x, x, x, -x, x[..., 0], pool, layer, *rows, implementation=implementation)
+def kimi_layer(x, pool, rows, run):
+    return gated_delta_rule_recurrent(x, x, x, -x, x[..., 0], pool, rows, run=run)
 
 
-def mamba2_layer(x, pool, layer, rows, implementation):
+def mamba2_layer(x, pool, rows, run):
     A = -jnp.ones(HEADS)
-    return selective_state_update(x, x[..., 0], A, x, x, pool, layer, *rows, D=A, z=x, implementation=implementation)
+    return selective_state_update(x, x[..., 0], A, x, x, pool, rows, D=A, z=x, run=run)
 
 
-def mamba1_layer(x, pool, layer, rows, implementation):
+def mamba1_layer(x, pool, rows, run):
     A, B = -jnp.ones(pool.shape[2:]), x[..., :DIM]
-    return selective_state_update(x, x, A, B, B, pool, layer, *rows, implementation=implementation)
+    return selective_state_update(x, x, A, B, B, pool, rows, run=run)
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), HOW)
@@ -245,7 +238,8 @@ def test_donated_layers_copy_no_pool(layer, K, implementation, dtype):
 
     def step(pool, x, loc, read, write):
         for number in range(3):
-            x, pool = layer(x, pool, jnp.int32(number), (loc, read, write), implementation)
+            rows = Rows(query_start_loc=loc, layer=jnp.int32(number), read=read, write=write)
+            x, pool = layer(x, pool, rows, Run(implementation=implementation))
         return x, pool
 
     heads, dim = (1, HEADS * DIM) if layer is mamba1_layer else (HEADS, DIM)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_align_jax.align.interior import interior_checkpoints, prefill_checkpoints
-from pallas_kernels import NULL_BLOCK, causal_conv1d_prefill
+from pallas_kernels import NULL_BLOCK, RowCheckpoints, Rows, causal_conv1d_prefill
 
 COUNTS = st.tuples(st.integers(0, 30), st.integers(0, 13))
 SIZES = (1, 3, 4)
@@ -44,7 +44,15 @@ def test_a_prefill_op_keeps_the_states_at_the_checkpoints():
     pool = jnp.full((1, 8, 3, 1), jnp.nan)
     # 10 tokens from position 3 on, in blocks of 4: boundaries 4, 8 and 12.
     offset, block = (jnp.array([kept], jnp.int32) for kept in prefill_checkpoints(3, 10, 4, [3, 4, 5, 6]))
-    rows = [jnp.array(v, jnp.int32) for v in ([0, 10], [NULL_BLOCK], [0], [6])]
-    _, pool = causal_conv1d_prefill(x, pool, 0, jnp.ones((4, 1)), None, *rows, offset, block)
+    ints = lambda *values: jnp.array(values, jnp.int32)
+    rows = Rows(
+        query_start_loc=ints(0, 10),
+        layer=0,
+        window_read=ints(NULL_BLOCK),
+        window_row=ints(0),
+        write=ints(6)[:, None],
+        checkpoints=RowCheckpoints(offset=offset, block=block),
+    )
+    _, pool = causal_conv1d_prefill(x, pool, jnp.ones((4, 1)), None, rows)
     np.testing.assert_array_equal(pool[0, 3:7, :, 0], [[0, 0, 1], [3, 4, 5], [7, 8, 9], [8, 9, 10]])
     assert jnp.isnan(pool[0, [0, 1, 2, 7]]).all()

@@ -12,6 +12,7 @@ from benchmarks import (
     experts,
     rotary,
 )
+from pallas_kernels import Run
 from pallas_kernels.least_kept.cases import CASES as DRAWING_CASES
 from pallas_kernels.mixture_of_experts.cases import Case as ExpertsCase
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
@@ -19,6 +20,11 @@ from pallas_kernels.product_chain import product_chain
 from pallas_kernels.product_chain.cases import Case as ChainCase
 from pallas_kernels.product_chain.cases import Mixture
 from pallas_kernels.rotary.cases import CASES as ROTARY_CASES
+
+# What benchmarks of two candidates compare.
+CANDIDATES = dict(
+    xla=dict(run=Run(implementation="xla")), triton=dict(run=Run(implementation="triton", interpret=True))
+)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +61,8 @@ def test_chain_benchmark_runs_every_chain_with_weights_of_its_own():
     chain = ChainCase("small", (256, "norm", ("gated", 512), 256, "norm", 64), 512, (32, 16, 16))
     case = chains.ChainOfTokens(chain, 3)
     drawn = [case.draw(seed) for seed in range(2)]
-    found = chains.turn(drawn, parts=chain.parts, implementation="xla")
-    alone = [product_chain(*each, parts=chain.parts, implementation="xla") for each in drawn]
+    found = chains.turn(drawn, parts=chain.parts, run=Run(implementation="xla"))
+    alone = [product_chain(*each, parts=chain.parts, run=Run(implementation="xla")) for each in drawn]
     assert [chains.difference(out, wanted) for (out, _), (wanted, _) in zip(found, alone, strict=True)] == [0.0, 0.0]
     assert chains.difference(found[0][0], found[1][0]) > 1
     assert case.weight_bytes() == 2 * (256 * 512 + 1024 * 256 + 256 * 512 + 64 * 256)
@@ -71,18 +77,16 @@ def test_chain_benchmark_counts_the_chosen_experts():
 
 @pytest.mark.parametrize("case", ROTARY_CASES[-2:], ids=lambda case: case.name)
 def test_rotary_benchmark_compares_every_candidate_with_float64(case):
-    candidates = dict(xla=dict(implementation="xla"), triton=dict(implementation="triton", interpret=True))
-    rows = rotary.measure(case, candidates, rate=None)
-    assert [row["candidate"] for row in rows] == list(candidates)
+    rows = rotary.measure(case, CANDIDATES, rate=None)
+    assert [row["candidate"] for row in rows] == list(CANDIDATES)
     for row in rows:
         assert "failed" not in row
         assert 0 < row["rms_error"] < (1e-6 if case.dtype == "float32" else 1e-3)
 
 
 def test_drawing_benchmark_compares_every_candidate_with_sorting():
-    candidates = dict(xla=dict(implementation="xla"), triton=dict(implementation="triton", interpret=True))
-    rows = drawing.measure(DRAWING_CASES[-1], candidates, time_it=False)
-    assert [row["candidate"] for row in rows] == list(candidates)
+    rows = drawing.measure(DRAWING_CASES[-1], CANDIDATES, time_it=False)
+    assert [row["candidate"] for row in rows] == list(CANDIDATES)
     for row in rows:
         assert "failed" not in row
         assert row["difference"] == 0
@@ -111,7 +115,7 @@ def test_experts_benchmark_compares_every_path_with_float32(case, monkeypatch):
     for row in experts.measure(case, paths, time_it=False):
         assert "failed" not in row
         assert row["error"] < (1e-5 if case.dtype == "float32" else 1e-2)
-    wrong = {"wrong": lambda arguments: 1.1 * experts.call(case, arguments, implementation="xla")}
+    wrong = {"wrong": lambda arguments: 1.1 * experts.call(case, arguments, Run(implementation="xla"))}
     (row,) = experts.measure(case, wrong, time_it=False)
     assert "above" in row["failed"]
     # The floor is that of the weights for few tokens, and of the operations for many.
@@ -131,8 +135,9 @@ def test_sums_over_devices_are_compared_with_xla(monkeypatch):
     monkeypatch.setattr(all_reduce, "ROUNDS", 1)
     monkeypatch.setattr(all_reduce, "CALLS", 2)
     case = next(case for case in all_reduce.CASES if case.name == "all_reduce_rms_norm odd 5")
-    (row,) = all_reduce.measure(case, 1, {"xla": dict(implementation="xla")})
+    (row,) = all_reduce.measure(case, 1, {"xla": CANDIDATES["xla"]})
     assert (row["candidate"], row["error"], row["same_on_all"]) == ("xla", 0.0, True)
     names = all_reduce.tuned(case)
-    assert all(config["config"].num_warps * 32 * config["config"].pack <= 1024 for config in names.values())
+    configs = [options["run"].config for options in names.values()]
+    assert all(config.num_warps * 32 * config.pack <= 1024 for config in configs)
     assert "w8_p4" in names

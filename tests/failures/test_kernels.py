@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, pack, run_by
 from kernels.lowered_cases import OPS
 from oracles.ops import gated_delta_rule
 
-from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update, gated_delta_rule_recurrent
+from pallas_kernels import Rows, causal_conv1d_prefill, causal_conv1d_update, gated_delta_rule_recurrent
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -25,9 +25,10 @@ def test_seventy_two_rows_of_up_to_eight_drafts(rng, implementation):
     write = 1 + np.arange(72 * window).reshape(72, window)
     read = np.where(np.arange(72) % 5, write[:, 0], 0)
     pool = dirty_pool(rng, (1, blocks, heads, dim, dim), jnp.float32, clean=write[:, 0])
-    indices = pack(lengths), jnp.asarray(read, jnp.int32), jnp.asarray(write, jnp.int32)
+    where = dict(read=jnp.asarray(read, jnp.int32), write=jnp.asarray(write, jnp.int32))
+    rows = Rows(query_start_loc=pack(lengths), layer=0, **where)
     inputs = map(jnp.asarray, (q, k, v, g, beta))
-    out, after = gated_delta_rule_recurrent(*inputs, pool, 0, *indices, **how(implementation))
+    out, after = gated_delta_rule_recurrent(*inputs, pool, rows, run=run_by(implementation))
     loc, written = np.cumsum([0, *lengths]), []
     for r, n in enumerate(lengths):
         row = slice(loc[r], loc[r] + n)
@@ -70,8 +71,9 @@ def test_products_of_a_convolution_are_not_rounded(rng, op, implementation):
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
     x, pool, taps = draw(rows, channels), draw(1, 8, 3, channels), draw(4, channels)
     ints = lambda *values: jnp.asarray(values, jnp.int32)
-    indices = pack([1] * rows), ints(1, 2, 3), ints(0, 0, 0), ints(4, 5, 6)
-    y, _ = op(x, pool, 0, taps, None, *indices, activation=None, **how(implementation))
+    where = dict(window_read=ints(1, 2, 3), window_row=ints(0, 0, 0), write=ints(4, 5, 6)[:, None])
+    here = Rows(query_start_loc=pack([1] * rows), layer=0, **where)
+    y, _ = op(x, pool, taps, None, here, activation=None, run=run_by(implementation))
     double = lambda array: np.asarray(array.astype(jnp.float32), np.float64)
     inputs = np.concatenate([double(pool)[0, 1:4], double(x)[:, None]], axis=1)
     wanted = jnp.asarray((inputs * double(taps)).sum(1)).astype(jnp.bfloat16)

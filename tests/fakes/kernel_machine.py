@@ -1,6 +1,7 @@
 """A random server whose steps run the kernels, compared with a replay in tokens."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from oracles.tokens import JUNK, last_inputs
 from mamba_align_jax import StatePool, split_rows
 from mamba_align_jax.align.step import copy_states
 from pallas_kernels import (
+    Run,
     causal_conv1d_prefill,
     causal_conv1d_update,
     chunk_rows,
@@ -41,6 +43,9 @@ def heads(x):
 EMITTERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 
 
+XLA = Run(implementation="xla")
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=EMITTERS)
 def run_kernels(spec, pool, released, batch, indices, plan, tokens):
     """The step of one layer of each group. Released blocks are set to NaN."""
@@ -50,29 +55,20 @@ def run_kernels(spec, pool, released, batch, indices, plan, tokens):
     x, g, beta = tokens
 
     def layers(causal_conv1d, delta_rule, rows, x, g, beta, conv, recurrent, short):
-        loc, write = rows.query_start_loc, rows.write[:, :, 0]
-        run_conv = lambda pool, group: causal_conv1d(
-            *(x, pool, 0, jnp.asarray(TAPS), None, loc, rows.conv_read[group], rows.window_row, write[group]),
-            implementation="xla",
-        )
+        run_conv = lambda pool, group: causal_conv1d(x, pool, jnp.asarray(TAPS), None, rows.of_group(group, 0), run=XLA)
         short_out, short = run_conv(short, 1)
         out, conv = run_conv(conv, 0)
-        out, recurrent = delta_rule(rows, *heads(out), g, beta, recurrent)
+        out, recurrent = delta_rule(rows.of_group(0, 0), *heads(out), g, beta, recurrent)
         return jnp.concatenate([out[:, 0], short_out], axis=1), conv, recurrent, short
 
     def decode(rows, *args):
-        rule = lambda rows, *args: gated_delta_rule_recurrent(
-            *(*args, 0, rows.query_start_loc, rows.recurrent_read[0], rows.write[0]), implementation="xla"
-        )
+        rule = lambda rows, *args: gated_delta_rule_recurrent(*args, rows, run=XLA)
         return layers(causal_conv1d_update, rule, rows, *args)
 
     def prefill(rows, *args):
         def rule(rows, q, k, v, *args):
-            loc = rows.query_start_loc
-            chunks = chunk_rows(loc, rows.num_computed_tokens, v.shape[0], CHUNK)
-            return gated_delta_rule_prefill(
-                *(q, k, v, *args, 0, loc, chunks, rows.recurrent_read[0], rows.write[0, :, 0]), implementation="xla"
-            )
+            chunks = chunk_rows(rows.query_start_loc, rows.num_computed_tokens, v.shape[0], CHUNK)
+            return gated_delta_rule_prefill(q, k, v, *args, replace(rows, chunks=chunks), run=XLA)
 
         return layers(causal_conv1d_prefill, rule, rows, *args)
 

@@ -52,10 +52,6 @@ def next_token(tokens, stutter=0, adds=False):
     return next_tokens(tokens, stutter, adds)[-1]
 
 
-def checkpoints(rows):
-    return dict(checkpoint_offset=rows.checkpoint_offset, checkpoint_block=rows.checkpoint_block[0])
-
-
 class Config(NamedTuple):
     vocab_size: int = VOCAB
     max_position_embeddings: int = 1024
@@ -126,7 +122,7 @@ class Speller(nnx.Module):
             entry = corrections[0, slot[:, None], 0, position % places, 0]
             until = lambda end: jnp.sum(jnp.where(position < end[:, None], entry, 0), axis=1)[:, None, None, None]
             group_end = (base // (places // 2) + 1) * (places // 2)
-            pool = write_blocks(pool, layer, rows.fold.block[0], states + until(group_end))
+            pool = write_blocks(pool, layer, rows.fold.block, states + until(group_end))
             states = states + until(rows.num_computed_tokens)
             new = jnp.where(at.valid, slot[at.row], corrections.shape[1])
             place = (rows.num_computed_tokens[at.row] + at.offset) % places
@@ -138,35 +134,16 @@ class Speller(nnx.Module):
         def rows_of(conv_op, pages, is_decode):
             def run(rows, x, conv, recurrent, *ring):
                 loc, at = rows.query_start_loc, token_rows(rows.query_start_loc, x.shape[0])
-                keeps = {} if rows.checkpoint_block is None else checkpoints(rows)
-                boundaries = {}
-                if is_decode and rows.fold is not None:
-                    folds = rows.fold.of_group(0)
-                    boundaries = dict(boundary_row=folds.boundary_row, boundary_block=folds.boundary_block)
-                window, conv = conv_op(
-                    *(
-                        x[:, None],
-                        conv,
-                        layer,
-                        taps,
-                        None,
-                        loc,
-                        rows.conv_read[0],
-                        rows.window_row,
-                        rows.write[0, :, 0],
-                    ),
-                    activation=None,
-                    **keeps,
-                    **boundaries,
-                )
+                rows = rows.of_group(0, layer)
+                window, conv = conv_op(x[:, None], conv, taps, None, rows, activation=None)
                 last = at.offset == jnp.diff(loc)[at.row] - 1
-                write = rows.write[0, at.row, at.offset] if is_decode else rows.write[0, at.row, 0]
+                write = rows.write[at.row, at.offset] if is_decode else rows.write[at.row, 0]
                 write = jnp.where(at.valid & (last | is_decode), write, NULL_BLOCK)
-                if keeps:
-                    here = keeps["checkpoint_offset"][at.row] == at.offset[:, None] + 1
-                    inside = jnp.sum(jnp.where(here, keeps["checkpoint_block"][at.row], NULL_BLOCK), axis=1)
+                if rows.checkpoints is not None:
+                    here = rows.checkpoints.offset[at.row] == at.offset[:, None] + 1
+                    inside = jnp.sum(jnp.where(here, rows.checkpoints.block[at.row], NULL_BLOCK), axis=1)
                     write = jnp.where(at.valid & ~last, inside, write)
-                states = read_blocks(recurrent, layer, rows.recurrent_read[0])
+                states = read_blocks(recurrent, layer, rows.read)
                 if is_decode and rows.fold is not None:
                     states, recurrent, ring = fold(rows, at, x, states, recurrent, ring)
                     write = jnp.full_like(write, NULL_BLOCK)

@@ -12,7 +12,7 @@ from fakes import tpu_inference as fake
 from oracles import ops
 
 from mamba_align_jax.integrations import tpu_inference
-from pallas_kernels import causal_conv1d_update
+from pallas_kernels import Rows, causal_conv1d_update
 
 SIGNATURES = json.loads((Path(__file__).parent / "data" / "tpu_inference_signatures.json").read_text())
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH, SLOTS = 2, 4, 8, 16, 4, 24
@@ -159,10 +159,10 @@ def test_a_block_of_ours_holds_the_windows_of_a_verify_rows_slots():
     pool = jnp.full((1, 3, WIDTH - 1 + drafts, CHANNELS), jnp.nan)
     pool = pool.at[0, 2, 1:WIDTH].set(arrays["conv_state"][slot + 1])
     index = functools.partial(jnp.array, dtype=jnp.int32)
-    _, pool = causal_conv1d_update(
-        *(jnp.array(arrays["qkv"][: drafts + 1]), pool, 0, jnp.array(arrays["conv_weight"][:, 0].T), None),
-        *(index([0, drafts + 1]), index([2]), index([1]), index([2])),
-    )
+    where = dict(window_read=index([2]), window_row=index([1]), write=index([[2]]))
+    rows = Rows(query_start_loc=index([0, drafts + 1]), layer=0, **where)
+    taps = jnp.array(arrays["conv_weight"][:, 0].T)
+    _, pool = causal_conv1d_update(jnp.array(arrays["qkv"][: drafts + 1]), pool, taps, None, rows)
     for t in range(drafts + 1):
         np.testing.assert_array_equal(windows[slot + t], pool[0, 2, t : t + WIDTH - 1])
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+from kernels import grouped
 from kernels.common import assert_close, pack
 from oracles.ops import paged_attention as oracle
 
@@ -30,7 +31,7 @@ class Batch:
     computed: list
 
     def run(self, **options):
-        return paged_attention(**self.arguments | options)
+        return grouped.call(paged_attention, **self.arguments | options)
 
 
 def make(rng, lengths, computed, dims, dtype=jnp.float32, page_size=16, extra_tokens=3):

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import Run
+
 # "triton" compiles the kernel and needs a GPU. "interpret" runs the same kernel body as plain JAX anywhere.
 IMPLEMENTATIONS = ["xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu)]
 
@@ -34,6 +36,11 @@ def how(implementation):
     if implementation == "interpret":
         return dict(implementation="triton", interpret=True)
     return dict(implementation=implementation)
+
+
+def run_by(implementation, config=None):
+    """Returns how an op runs by an entry of `IMPLEMENTATIONS`."""
+    return Run(config=config, **how(implementation))
 
 
 def pack(lengths, padding_rows=0):

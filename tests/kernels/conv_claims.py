@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernels.common import assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import assert_close, assert_untouched, dirty_pool, pack, run_by
 from oracles.ops import causal_conv1d
 
-from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update
+from pallas_kernels import RowCheckpoints, Rows, causal_conv1d_prefill, causal_conv1d_update
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
 
 LAYER, LAYERS, BLOCKS, CHANNELS = 1, 2, 20, 40
@@ -26,6 +26,18 @@ def make(rng, lengths, width, dtype, K=0, bias=False, extra_tokens=3, blocks_to_
         weight,
         jnp.asarray(rng.normal(size=CHANNELS), jnp.float32) if bias else None,
     )
+
+
+def rows_of(loc, read, row, write, **more):
+    """Returns rows of the tests' layer, whose windows are read from `row` on."""
+    write = jnp.asarray(write)[:, None]
+    return Rows(query_start_loc=loc, layer=LAYER, window_read=read, window_row=row, write=write, **more)
+
+
+def one_row(length, block):
+    """Returns a row of layer 0 that reads and writes one block."""
+    one = lambda v: jnp.array([v])
+    return Rows(query_start_loc=pack([length]), layer=0, window_read=one(block), window_row=one(0), write=one([block]))
 
 
 def oracle_row(x, pool, weight, bias, start, length, read, row, silu):
@@ -46,7 +58,7 @@ def check_update_matches_the_oracle(rng, width, K, bias, activation, dtype, impl
     loc = pack(lengths, padding_rows=2)
     padded = [jnp.array([*v, 5, 5]) for v in (read, row)] + [jnp.array([*write, 10, 11])]
     y, after = causal_conv1d_update(
-        x, pool, LAYER, weight, bias, loc, *padded, activation=activation, **how(implementation)
+        x, pool, weight, bias, rows_of(loc, *padded), activation=activation, run=run_by(implementation)
     )
     for r, n in enumerate(lengths):
         start = int(loc[r])
@@ -65,7 +77,8 @@ def check_update_of_a_row_depends_on_that_row_alone(rng, implementation):
     lengths = [1, 3, 1, 2, 1]
     x, pool, weight, bias = make(rng, lengths, 4, jnp.bfloat16, 2, bias=True, blocks_to_read=(1, 2, 3, 4, 5))
     loc = np.asarray(pack(lengths))
-    run = jax.jit(lambda x, *rows: causal_conv1d_update(x, pool, LAYER, weight, bias, *rows, **how(implementation)))
+    how = run_by(implementation)
+    run = jax.jit(lambda x, *rows: causal_conv1d_update(x, pool, weight, bias, rows_of(*rows), run=how))
 
     def results(rows, padding):
         tokens = np.concatenate([np.arange(loc[r], loc[r + 1]) for r in rows] + [np.zeros(padding, int)])
@@ -89,9 +102,9 @@ def check_update_of_a_row_depends_on_that_row_alone(rng, implementation):
 
 def check_every_config_computes_the_same_bits(rng, implementation):
     x, pool, weight, _ = make(rng, [1, 3], 4, jnp.float32, 2)
-    rows = pack([1, 3]), jnp.array([3, 0]), jnp.array([1, 0]), jnp.array([6, 7])
+    rows = rows_of(pack([1, 3]), jnp.array([3, 0]), jnp.array([1, 0]), jnp.array([6, 7]))
     results = [
-        causal_conv1d_update(x, pool, LAYER, weight, None, *rows, config=Config(*config), **how(implementation))
+        causal_conv1d_update(x, pool, weight, None, rows, run=run_by(implementation, Config(*config)))
         for config in ((16, 1), (64, 2), (512, 4))
     ]
     for y, after in results[1:]:
@@ -101,8 +114,7 @@ def check_every_config_computes_the_same_bits(rng, implementation):
 
 def how_prefill(implementation):
     # In interpret mode a block of tokens is unrolled at compile time, so a short block compiles faster.
-    small = dict(config=PrefillConfig(64, 5, 1)) if implementation == "interpret" else {}
-    return how(implementation) | small
+    return run_by(implementation, PrefillConfig(64, 5, 1) if implementation == "interpret" else None)
 
 
 def exact(implementation, *arrays):
@@ -127,9 +139,9 @@ def check_prefill_matches_the_oracle(rng, width, K, bias, activation, dtype, imp
     for r, column, offset, block in checkpoints:
         offsets[r, column], blocks[r, column] = offset, block
     offsets[10], blocks[10] = 1, 19
-    saved = jnp.asarray(offsets), jnp.asarray(blocks)
+    rows = rows_of(loc, *padded, checkpoints=RowCheckpoints(offset=jnp.asarray(offsets), block=jnp.asarray(blocks)))
     y, after = causal_conv1d_prefill(
-        x, pool, LAYER, weight, bias, loc, *padded, *saved, activation=activation, **how_prefill(implementation)
+        x, pool, weight, bias, rows, activation=activation, run=how_prefill(implementation)
     )
     for r, n in enumerate(lengths):
         start = int(loc[r])
@@ -150,8 +162,8 @@ def check_prefill_split_anywhere_is_bit_identical(rng, implementation):
 
     @jax.jit
     def run(x, pool, loc, read, write):
-        rows = loc, read[None], jnp.array([0]), write[None]
-        return causal_conv1d_prefill(x, pool, LAYER, weight, None, *rows, **how_prefill(implementation))
+        rows = rows_of(loc, read[None], jnp.array([0]), write[None])
+        return causal_conv1d_prefill(x, pool, weight, None, rows, run=how_prefill(implementation))
 
     whole, after = run(x, pool, pack([37]), jnp.int32(3), jnp.int32(6))
     for split in (1, 2, 3, 5, 16, 36):
@@ -169,9 +181,8 @@ def check_prefill_of_a_row_depends_on_that_row_alone(rng, implementation):
     x, pool, weight, bias = make(rng, lengths, 4, jnp.bfloat16, bias=True, extra_tokens=0)
     x, pool, weight, bias = exact(implementation, x, pool, weight, bias)
     loc = np.asarray(pack(lengths))
-    run = jax.jit(
-        lambda x, *rows: causal_conv1d_prefill(x, pool, LAYER, weight, bias, *rows, **how_prefill(implementation))
-    )
+    how = how_prefill(implementation)
+    run = jax.jit(lambda x, *rows: causal_conv1d_prefill(x, pool, weight, bias, rows_of(*rows), run=how))
 
     def results(rows, padding, spoilt=()):
         x_ = np.asarray(x)
@@ -205,10 +216,9 @@ def check_prefill_of_a_row_depends_on_that_row_alone(rng, implementation):
 def check_every_prefill_config_computes_the_same_bits(rng, implementation):
     x, pool, weight, _ = make(rng, [1, 50, 2], 4, jnp.float32)
     x, pool, weight = exact(implementation, x, pool, weight)
-    rows = pack([1, 50, 2]), jnp.array([3, 0, 4]), jnp.array([0, 0, 0]), jnp.array([6, 7, 8])
-    options = how(implementation)
+    rows = rows_of(pack([1, 50, 2]), jnp.array([3, 0, 4]), jnp.array([0, 0, 0]), jnp.array([6, 7, 8]))
     results = [
-        causal_conv1d_prefill(x, pool, LAYER, weight, None, *rows, config=PrefillConfig(*config), **options)
+        causal_conv1d_prefill(x, pool, weight, None, rows, run=run_by(implementation, PrefillConfig(*config)))
         for config in ((16, 4, 1), (64, 18, 2))
     ]
     for y, after in results[1:]:
@@ -220,13 +230,11 @@ def check_a_prefill_chunk_may_follow_a_verify_step(rng, implementation):
     """A chunk after a verify step with two of three tokens accepted continues as if five tokens had run in one call."""
     x, pool, weight, _ = make(rng, [8], 4, jnp.float32, K=2, extra_tokens=0)
     x, pool, weight = exact(implementation, x, pool, weight)
-    one = lambda v: jnp.array([v])
-    tokens, options = jnp.concatenate([x[:2], x[3:6]]), how_prefill(implementation)
-    whole, _ = causal_conv1d_prefill(tokens, pool, LAYER, weight, None, pack([5]), one(3), one(0), one(6), **options)
-    _, pool = causal_conv1d_update(
-        x[:3], pool, LAYER, weight, None, pack([3]), one(3), one(0), one(7), **how(implementation)
-    )
-    chunk, _ = causal_conv1d_prefill(x[3:6], pool, LAYER, weight, None, pack([3]), one(7), one(1), one(8), **options)
+    row = lambda length, *blocks: rows_of(pack([length]), *(jnp.array([block]) for block in blocks))
+    tokens, how = jnp.concatenate([x[:2], x[3:6]]), how_prefill(implementation)
+    whole, _ = causal_conv1d_prefill(tokens, pool, weight, None, row(5, 3, 0, 6), run=how)
+    _, pool = causal_conv1d_update(x[:3], pool, weight, None, row(3, 3, 0, 7), run=run_by(implementation))
+    chunk, _ = causal_conv1d_prefill(x[3:6], pool, weight, None, row(3, 7, 1, 8), run=how)
     np.testing.assert_array_equal(chunk, whole[2:])
 
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from kernels.common import how
-from kernels.deferred_rows import BLOCKS, LAYER, LAYERS, SLOTS
+from kernels.common import run_by
+from kernels.deferred_rows import BLOCKS, LAYERS, SLOTS, rows_of
 from kernels.state_space_rows import Dims
 from oracles import deferred_mamba2_by_hand
 from oracles.ops import selective_state_update as oracle
 
-from pallas_kernels.selective_state_update.deferred import selective_state_deferred
+from pallas_kernels.selective_state_update.deferred import Mamba2Entries, selective_state_deferred
 
 DIMS = {
     "grouped": Dims(4, 16, 32, 2),
@@ -94,15 +95,19 @@ class Sequences:
         x, B, C, dt = self.parts(row, tokens)
         return oracle(x, dt, self.A, B, C, state, **self.given, dt_softplus=self.kind.dt_softplus)
 
-    def call(self, tokens, arrays, rows, implementation, max_query_tokens=4, **options):
+    def call(self, tokens, arrays, where, implementation, max_query_tokens=4, config=None):
         """Runs the op on packed tokens, each of which is (row, token) or None for padding."""
 
         def packed(x):
             padding = np.full_like(x[0][0], np.nan)
             return jnp.asarray(np.stack([padding if at is None else x[at[0]][at[1]] for at in tokens]))
 
-        options |= self.given | dict(max_query_tokens=max_query_tokens, dt_softplus=self.kind.dt_softplus)
-        operands = packed(self.xBC), packed(self.dt), self.A, *arrays, LAYER, *rows
+        options = self.given | dict(dt_softplus=self.kind.dt_softplus)
+        pool, *ring = arrays
+        rows = rows_of(where, max_query_tokens)
+        operands = packed(self.xBC), packed(self.dt), self.A, pool, Mamba2Entries(*ring), rows
         if implementation == "by hand":
-            return deferred_mamba2_by_hand.selective_state_deferred(*operands, **options)
-        return selective_state_deferred(*operands, **how(implementation), **options)
+            out, pool, ring = deferred_mamba2_by_hand.selective_state_deferred(*operands, **options)
+        else:
+            out, pool, ring = selective_state_deferred(*operands, **options, run=run_by(implementation, config))
+        return out, pool, *jax.tree.leaves(ring)

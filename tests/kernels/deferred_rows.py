@@ -4,12 +4,13 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from kernels import delta_rule_claims
+from kernels import delta_rule_claims, grouped
 from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, how
 from kernels.delta_rule_claims import Dims, unpack
 from oracles import deferred_by_hand
 from oracles.ops import gated_delta_rule_entries, gates
 
+from pallas_kernels import Fold, Rows
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 
 LAYER, LAYERS, BLOCKS, SLOTS = 1, 2, 16, 9
@@ -20,11 +21,23 @@ DIMS = delta_rule_claims.DIMS | {"64 x 128": Dims(2, 4, 64, 128)}
 EVERY = [*IMPLEMENTATIONS, MOSAIC_GPU]
 
 
+ARGUMENTS = ("qkv", "a", "b", "A_log", "dt_bias", "pool", "ring_k", "ring_u", "ring_g", "layer", "query_start_loc")
+ARGUMENTS += ("slot", "base", "position", "read_block", "fold_block")
+
+
 def two_rows():
     """The arguments of an op of deferred states for two rows of one token each, which start from nothing."""
     zeros = dict.fromkeys(("base", "position", "read_block", "fold_block"), jnp.zeros(2, jnp.int32))
     starts, slot = jnp.arange(3, dtype=jnp.int32), jnp.arange(2, dtype=jnp.int32)
     return dict(layer=0, query_start_loc=starts, slot=slot, max_query_tokens=8) | zeros
+
+
+def rows_of(where, max_query_tokens):
+    """Returns rows of query_start_loc and of each row's slot, base, position, read block and fold block."""
+    query_start_loc, slot, base, position, read, block = where
+    fold = Fold(slot=slot, base=base, block=block)
+    fields = dict(num_computed_tokens=position, read=read, fold=fold, max_query_tokens=max_query_tokens)
+    return Rows(layer=LAYER, query_start_loc=query_start_loc, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +110,9 @@ class Sequences:
         if implementation == "by hand":
             options.pop("config", None)
             return deferred_by_hand.gated_delta_rule_deferred(*operands, **options, scale=self.scale)
-        return gated_delta_rule_deferred(*operands, **how(implementation), **options)
+        named = dict(zip(ARGUMENTS, operands, strict=True))
+        out, pool, ring = grouped.call(gated_delta_rule_deferred, **named, **how(implementation), **options)
+        return out, pool, ring.k, ring.u, ring.g
 
 
 def dirty_rings(kind, slots=SLOTS):

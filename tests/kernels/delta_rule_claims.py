@@ -10,13 +10,15 @@ from kernels.common import (
     assert_close,
     assert_untouched,
     dirty_pool,
-    how,
     mixed_rows,
     pack,
+    run_by,
 )
 from oracles.ops import gated_delta_rule, gates
 
 from pallas_kernels import (
+    Gates,
+    Rows,
     gated_delta_rule_gates,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
@@ -59,6 +61,16 @@ def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_t
     key = (dims.key_dim,) if kda else ()
     pool = dirty_pool(rng, (LAYERS, BLOCKS, dims.value_heads, dims.value_dim, dims.key_dim), state_dtype, clean)
     return draw(channels), draw(dims.value_heads, *key), draw(dims.value_heads), head(), head(*key), pool
+
+
+def rows_of(loc, read, write, **more):
+    """Returns rows of the tests' layer, whose states are read and written."""
+    return Rows(query_start_loc=loc, layer=LAYER, read=read, write=write, **more)
+
+
+def padded_rows(lengths, read, write):
+    """Returns the rows of `mixed_rows`, with two rows of padding."""
+    return rows_of(pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write))
 
 
 def unpack(qkv, dims):
@@ -109,13 +121,10 @@ def check_update_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm, windo
         A_log,
         dt_bias,
         pool,
-        LAYER,
-        pack(lengths, padding_rows=2),
-        jnp.array([*read, 5, 0]),
-        jnp.asarray(write),
+        padded_rows(lengths, read, write),
         use_qk_l2norm=l2norm,
         scale=None if l2norm else scale,
-        **how(implementation),
+        run=run_by(implementation),
     )
     gated = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias)
     assert_rows_match_the_oracle(lengths, read, write, out, pool, after, (*unpack(qkv, dims), *gated), scale, l2norm)
@@ -126,9 +135,9 @@ def check_update_with_a_decay_per_key_channel_matches_the_oracle(rng, dims, dtyp
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(4)
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, kda=True)
-    rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
+    rows, bounded = padded_rows(lengths, read, write), Gates(lower_bound=lower_bound)
     out, after = gated_delta_rule_update(
-        qkv, a, b, A_log, dt_bias, pool, LAYER, *rows, lower_bound=lower_bound, **how(implementation)
+        qkv, a, b, A_log, dt_bias, pool, rows, gates=bounded, run=run_by(implementation)
     )
     gated = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias, lower_bound)
     inputs = (*unpack(qkv, dims), *gated)
@@ -141,8 +150,8 @@ def check_recurrent_matches_the_oracle(rng, dims, dtype, kda, window, implementa
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, kda=kda)
     q, k, v = (jnp.asarray(x, jnp.float32).astype(dtype) for x in unpack(qkv, dims))
     g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
-    rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
-    out, after = gated_delta_rule_recurrent(q, k, v, g, 2 * beta, pool, LAYER, *rows, scale=0.3, **how(implementation))
+    rows = padded_rows(lengths, read, write)
+    out, after = gated_delta_rule_recurrent(q, k, v, g, 2 * beta, pool, rows, scale=0.3, run=run_by(implementation))
     inputs = (*unpack(qkv, dims), np.asarray(g, np.float64), 2 * np.asarray(beta, np.float64))
     assert_rows_match_the_oracle(lengths, read, write, out, pool, after, inputs, 0.3)
 
@@ -152,10 +161,9 @@ def check_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, impl
     dims, lengths = DIMS[dims], [1, 3, 1, 2, 1]
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, jnp.bfloat16, state_dtype, clean=(1, 2, 3, 4, 5))
     loc = np.asarray(pack(lengths))
+    how = run_by(implementation)
     run = jax.jit(
-        lambda qkv, a, b, loc, read, write: gated_delta_rule_update(
-            qkv, a, b, A_log, dt_bias, pool, LAYER, loc, read, write, **how(implementation)
-        )
+        lambda qkv, a, b, *rows: gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, rows_of(*rows), run=how)
     )
 
     def results(rows, window, padding):

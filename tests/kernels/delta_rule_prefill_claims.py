@@ -3,11 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 from kernels import delta_rule_claims
-from kernels.common import assert_close, assert_untouched, how, pack
-from kernels.delta_rule_claims import LAYER, Dims, make, state_of, unpack
+from kernels.common import assert_close, assert_untouched, how, pack, run_by
+from kernels.delta_rule_claims import LAYER, Dims, make, rows_of, state_of, unpack
 from oracles.ops import gated_delta_rule
 
 from pallas_kernels import (
+    RowCheckpoints,
+    Run,
     chunk_rows,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
@@ -36,10 +38,10 @@ def prefill(inputs, pool, lengths, computed, read, write, checkpoints=None, *, p
     inputs, loc = map(jnp.asarray, inputs), pack(lengths, len(computed) - rows)
     computed, read, write = (jnp.asarray(x, jnp.int32) for x in (computed, read, write))
     q, k, v, g, beta = inputs
-    chunks = chunk_rows(loc, computed, v.shape[0], chunk)
-    out, pool = gated_delta_rule_prefill(
-        q, k, v, g, beta, pool, LAYER, loc, chunks, read, write, offsets, blocks, **options
-    )
+    kept = None if checkpoints is None else RowCheckpoints(offset=offsets, block=blocks)
+    rows = rows_of(loc, read, write[:, None], checkpoints=kept, chunks=chunk_rows(loc, computed, v.shape[0], chunk))
+    run = Run(**{name: options.pop(name) for name in ("implementation", "config", "interpret") if name in options})
+    out, pool = gated_delta_rule_prefill(q, k, v, g, beta, pool, rows, run=run, **options)
     return (np.asarray(out) if padded else out), pool
 
 
@@ -125,7 +127,8 @@ def check_prefill_then_update_continues_one_recurrence(rng, implementation):
     whole, _ = prefill(inputs, pool, [n], [0], [0], [6], **how(implementation))
     _, pool = prefill([x[: n - 1] for x in inputs], pool, [n - 1], [0], [0], [7], **how(implementation))
     last, _ = gated_delta_rule_update(
-        qkv[-1:], a[-1:], b[-1:], A_log, dt_bias, pool, LAYER, pack([1]), jnp.array([7]), jnp.array([[7]]),
-        **how(implementation),
-    )  # fmt: skip
+        *(qkv[-1:], a[-1:], b[-1:], A_log, dt_bias, pool),
+        rows_of(pack([1]), jnp.array([7]), jnp.array([[7]])),
+        run=run_by(implementation),
+    )
     assert_close(last, *float64(whole[n - 1 : n]), jnp.float32, terms_of(dims), "output")

@@ -7,7 +7,17 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from pallas_kernels import (
+    BoundaryWindow,
+    DeltaRuleEntries,
+    Fold,
+    HeadNorms,
     Mailboxes,
+    Mamba2Entries,
+    PageIndices,
+    Routing,
+    RowCheckpoints,
+    Rows,
+    Run,
     add_rms_norm,
     all_reduce,
     all_reduce_rms_norm,
@@ -85,41 +95,57 @@ def lower_state_copy(device, case, blocks=512, implementation="triton"):
 
     def run(pools, source, destination, offset):
         plans = [(source, destination, offset)[: 3 if len(state) == 2 else 2] for state, _ in case.states]
-        return [state_copy(pool, *plan, implementation=implementation) for pool, plan in zip(pools, plans, strict=True)]
+        how = Run(implementation=implementation)
+        return [state_copy(pool, *plan, run=how) for pool, plan in zip(pools, plans, strict=True)]
 
     return lower(device, run, pools, *[rows(case.rows)] * 3)
+
+
+def kept(n, number=2):
+    """Checkpoints of n rows."""
+    return RowCheckpoints(offset=array(jnp.int32, n, number), block=array(jnp.int32, n, number))
+
+
+def state_rows(n, writes=1, **more):
+    """n rows that read and write states."""
+    write = array(jnp.int32, n, writes)
+    return Rows(query_start_loc=rows(n + 1), layer=array(jnp.int32), read=rows(n), write=write, **more)
+
+
+def window_rows(n, **more):
+    """n rows that read and write windows."""
+    where = dict(window_read=rows(n), window_row=rows(n), write=array(jnp.int32, n, 1))
+    return Rows(query_start_loc=rows(n + 1), layer=array(jnp.int32), **where, **more)
 
 
 def lower_conv(device, case, layers=30, blocks=512, implementation="triton"):
     tokens, n = sum(case.lengths), len(case.lengths)
     pool = array(case.dtype, layers, blocks, *case.block_shape)
     x, weight = array(case.dtype, tokens, case.channels), array(case.dtype, case.width, case.channels)
-    run = lambda pool, x, weight, layer, *indices: causal_conv1d_update(
-        x, pool, layer, weight, None, *indices, layout=case.layout, implementation=implementation
+    run = lambda pool, x, weight, rows: causal_conv1d_update(
+        x, pool, weight, None, rows, layout=case.layout, run=Run(implementation=implementation)
     )
-    indices = rows(n + 1), *[rows(n)] * (3 if case.boundaries is None else 5)
-    return lower(device, run, pool, x, weight, array(jnp.int32), *indices)
+    boundary = None if case.boundaries is None else BoundaryWindow(row=rows(n), block=rows(n))
+    return lower(device, run, pool, x, weight, window_rows(n, boundary=boundary))
 
 
 def lower_conv_prefill(device, case, layers=30, blocks=512, implementation="triton"):
     tokens, n = sum(case.lengths), len(case.lengths)
     pool = array(case.dtype, layers, blocks, *case.block_shape)
     x, weight = array(case.dtype, tokens, case.channels), array(case.dtype, case.width, case.channels)
-    run = lambda pool, x, weight, layer, *indices: causal_conv1d_prefill(
-        *(x, pool, layer, weight, None, *indices),
+    run = lambda pool, x, weight, rows: causal_conv1d_prefill(
+        *(x, pool, weight, None, rows),
         parts=(case.channels // 4, case.channels - case.channels // 4),
         layout=case.layout,
-        implementation=implementation,
+        run=Run(implementation=implementation),
     )
-    indices = rows(n + 1), rows(n), rows(n), rows(n), *[array(jnp.int32, n, 2)] * 2
-    return lower(device, run, pool, x, weight, array(jnp.int32), *indices)
+    return lower(device, run, pool, x, weight, window_rows(n, checkpoints=kept(n)))
 
 
 def lower_gated_delta_rule(device, case, layers=30, blocks=512, implementation="triton"):
     tokens, n, window = sum(case.lengths), len(case.lengths), max(case.lengths)
     pool = array(case.state_dtype, layers, blocks, *case.block_shape)
     head = array(jnp.float32, case.value_heads)
-    indices = rows(n + 1), rows(n), array(jnp.int32, n, window)
     if case.packed:
         channels = 2 * case.key_heads * case.key_dim + case.value_heads * case.value_dim
         gate = array(case.dtype, tokens, case.value_heads)
@@ -131,10 +157,8 @@ def lower_gated_delta_rule(device, case, layers=30, blocks=512, implementation="
         g = array(jnp.float32, tokens, case.value_heads, case.key_dim) if case.kda else beta
         inputs = keys, keys, array(case.dtype, tokens, case.value_heads, case.value_dim), g, beta
         op = gated_delta_rule_recurrent
-    run = lambda pool, layer, inputs, indices: op(
-        *inputs, pool, layer, *indices, layout=case.layout, implementation=implementation
-    )
-    return lower(device, run, pool, array(jnp.int32), inputs, indices)
+    run = lambda pool, inputs, rows: op(*inputs, pool, rows, layout=case.layout, run=Run(implementation=implementation))
+    return lower(device, run, pool, inputs, state_rows(n, window))
 
 
 def lower_gated_delta_rule_prefill(device, case, layers=30, blocks=512, implementation="triton", checkpoints=2):
@@ -144,14 +168,10 @@ def lower_gated_delta_rule_prefill(device, case, layers=30, blocks=512, implemen
     g = array(jnp.float32, tokens, case.value_heads, case.key_dim) if case.kda else beta
     inputs = keys, keys, array(case.dtype, tokens, case.value_heads, case.value_dim), g, beta
     chunks = jax.eval_shape(lambda loc, at: chunk_rows(loc, at, tokens), rows(n + 1), rows(n))
-    indices = rows(n + 1), chunks, rows(n), rows(n), *[array(jnp.int32, n, checkpoints)] * 2
-    run = lambda pool, layer, inputs, indices: gated_delta_rule_prefill(
-        *inputs, pool, layer, *indices, layout=case.layout, implementation=implementation
+    run = lambda pool, inputs, rows: gated_delta_rule_prefill(
+        *inputs, pool, rows, layout=case.layout, run=Run(implementation=implementation)
     )
-    return lower(device, run, pool, array(jnp.int32), inputs, indices)
-
-
-INDICES = ("query_start_loc", "slot", "base", "position", "read_block", "fold_block")
+    return lower(device, run, pool, inputs, state_rows(n, chunks=chunks, checkpoints=kept(n, checkpoints)))
 
 
 def lower_gated_delta_rule_deferred(device, case, layers=30, blocks=512, implementation="triton", config=None):
@@ -159,23 +179,34 @@ def lower_gated_delta_rule_deferred(device, case, layers=30, blocks=512, impleme
     pools = {name: array(dtype, *shape) for name, (shape, dtype) in case.pool_shapes(layers, blocks, n).items()}
     gate, head = array(case.dtype, tokens, case.value_heads), array(jnp.float32, case.value_heads)
     inputs = array(case.dtype, tokens, case.channels), gate, gate, head, head
-    options = dict(max_query_tokens=max(case.lengths), implementation=implementation, config=config)
-    run = lambda pools, layer, inputs, *indices: gated_delta_rule_deferred(
-        *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), **options
+    here = state_rows(
+        n,
+        num_computed_tokens=rows(n),
+        fold=Fold(slot=rows(n), base=rows(n), block=rows(n)),
+        max_query_tokens=max(case.lengths),
     )
-    return lower(device, run, pools, array(jnp.int32), inputs, rows(n + 1), *[rows(n)] * 5)
+    how = Run(implementation=implementation, config=config)
+
+    def run(pools, inputs, rows):
+        entries = DeltaRuleEntries(**{name.removeprefix("ring_"): x for name, x in pools.items() if name != "pool"})
+        return gated_delta_rule_deferred(*inputs, pools["pool"], entries, rows, run=how)
+
+    return lower(device, run, pools, inputs, here)
 
 
 def lower_selective_state_deferred(device, case, layers=30, blocks=512, implementation="triton", config=None):
     tokens, n = sum(case.lengths), len(case.lengths)
     pools = {name: array(dtype, *shape) for name, (shape, dtype) in case.pool_shapes(layers, blocks, n).items()}
+    pools = pools.pop("pool"), Mamba2Entries.of(pools)
     head = array(jnp.float32, case.heads)
     inputs = array(case.dtype, tokens, case.channels), array(case.dtype, tokens, case.heads), head
-    options = dict(max_query_tokens=max(case.lengths), implementation=implementation, config=config)
-    run = lambda pools, layer, inputs, D, dt_bias, *indices: selective_state_deferred(
-        *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), D=D, dt_bias=dt_bias, **options
+    options = dict(run=Run(implementation=implementation, config=config))
+    run = lambda pools, inputs, D, dt_bias, rows: selective_state_deferred(
+        *inputs, *pools, rows, D=D, dt_bias=dt_bias, **options
     )
-    return lower(device, run, pools, array(jnp.int32), inputs, head, head, rows(n + 1), *[rows(n)] * 5)
+    fold = Fold(slot=rows(n), base=rows(n), block=rows(n))
+    of_rows = state_rows(n, num_computed_tokens=rows(n), fold=fold, max_query_tokens=max(case.lengths))
+    return lower(device, run, pools, inputs, head, head, of_rows)
 
 
 def lower_selective_state_update(device, case, layers=30, blocks=512, implementation="triton"):
@@ -186,11 +217,11 @@ def lower_selective_state_update(device, case, layers=30, blocks=512, implementa
     A = array(jnp.float32, *(*channel, case.state_dim) if case.is_mamba1 else per)
     x, group = array(case.dtype, tokens, *channel), array(case.dtype, tokens, case.groups, case.state_dim)
     fixed = dict(D=array(jnp.float32, *per), dt_bias=array(jnp.float32, *per), z=x if case.gated else None)
-    run = lambda pool, layer, inputs, fixed, *indices: selective_state_update(
-        *inputs, pool, layer, *indices, **fixed, implementation=implementation
+    run = lambda pool, inputs, fixed, rows: selective_state_update(
+        *inputs, pool, rows, **fixed, run=Run(implementation=implementation)
     )
     inputs = x, array(case.dtype, tokens, *per), A, group, group
-    return lower(device, run, pool, array(jnp.int32), inputs, fixed, rows(n + 1), rows(n), array(jnp.int32, n, window))
+    return lower(device, run, pool, inputs, fixed, state_rows(n, window))
 
 
 def lower_ssd(device, case, layers=30, blocks=512, implementation="triton"):
@@ -200,12 +231,10 @@ def lower_ssd(device, case, layers=30, blocks=512, implementation="triton"):
     x, group = array(case.dtype, tokens, *channel), array(case.dtype, tokens, case.groups, case.state_dim)
     fixed = dict(D=heads, dt_bias=heads, z=x if case.gated else None)
     chunks = jax.eval_shape(lambda loc, at: chunk_rows(loc, at, tokens, case.chunk_size), rows(n + 1), rows(n))
-    plan = (array(jnp.int32, n, case.checkpoints),) * 2 if case.checkpoints else (None, None)
-    run = lambda pool, layer, inputs, fixed, *indices: ssd(
-        *inputs, pool, layer, *indices, **fixed, implementation=implementation
-    )
+    run = lambda pool, inputs, fixed, rows: ssd(*inputs, pool, rows, **fixed, run=Run(implementation=implementation))
     inputs = x, array(case.dtype, tokens, case.heads), heads, group, group
-    return lower(device, run, pool, array(jnp.int32), inputs, fixed, rows(n + 1), chunks, rows(n), rows(n), *plan)
+    points = kept(n, case.checkpoints) if case.checkpoints else None
+    return lower(device, run, pool, inputs, fixed, state_rows(n, chunks=chunks, checkpoints=points))
 
 
 def lower_selective_scan(device, case, layers=30, blocks=512, implementation="triton"):
@@ -213,19 +242,19 @@ def lower_selective_scan(device, case, layers=30, blocks=512, implementation="tr
     pool = array(case.state_dtype, layers, blocks, *channel, case.state_dim)
     x, group = array(case.dtype, tokens, *channel), array(case.dtype, tokens, case.groups, case.state_dim)
     per = array(jnp.float32, *channel)
-    run = lambda pool, layer, inputs, fixed, *indices: selective_scan(
-        *inputs, pool, layer, *indices, **fixed, implementation=implementation
+    run = lambda pool, inputs, fixed, rows: selective_scan(
+        *inputs, pool, rows, **fixed, run=Run(implementation=implementation)
     )
-    inputs, fixed = (x, x, array(jnp.float32, *channel, case.state_dim), group, group), dict(D=per, dt_bias=per)
-    indices = rows(n + 1), rows(n), rows(n), *[array(jnp.int32, n, 2)] * 2
-    return lower(device, run, pool, array(jnp.int32), inputs, fixed | dict(z=x if case.gated else None), *indices)
+    inputs = x, x, array(jnp.float32, *channel, case.state_dim), group, group
+    fixed = dict(D=per, dt_bias=per, z=x if case.gated else None)
+    return lower(device, run, pool, inputs, fixed, state_rows(n, checkpoints=kept(n)))
 
 
 def lower_linear(device, case, implementation="triton", outputs=None):
     x = array(case.dtype, case.tokens, case.inputs)
     weight = array(case.weight_dtype, outputs or case.outputs, case.inputs)
     op = linear_sums if case.is_summed else functools.partial(linear, is_gated=case.is_gated, out_dtype=case.out_dtype)
-    return lower(device, lambda x, weight: op(x, weight, implementation=implementation), x, weight, donated=())
+    return lower(device, lambda x, weight: op(x, weight, run=Run(implementation=implementation)), x, weight, donated=())
 
 
 def lower_add_rms_norm(device, case, implementation="triton"):
@@ -233,7 +262,7 @@ def lower_add_rms_norm(device, case, implementation="triton"):
         array(case.dtype, case.tokens, case.channels),
         array(case.addend_dtype, case.shares, case.tokens, case.channels),
     )
-    run = lambda *arguments: add_rms_norm(*arguments, epsilon=1e-6, implementation=implementation)
+    run = lambda *arguments: add_rms_norm(*arguments, epsilon=1e-6, run=Run(implementation=implementation))
     return lower(device, run, x, addend, array(jnp.float32, case.channels), donated=())
 
 
@@ -248,9 +277,10 @@ def lower_all_reduce(device, case, implementation="triton"):
     boxes = Mailboxes(memory=memory, addresses=addresses, capacity=2**20, axis="_")
 
     def run(x, addend, weight, boxes, turn):
+        how = Run(implementation=implementation)
         if case.is_normed:
-            return all_reduce_rms_norm(x, addend, weight, boxes, turn, epsilon=1e-6, implementation=implementation)
-        return all_reduce(addend, boxes, turn, implementation=implementation)
+            return all_reduce_rms_norm(x, addend, weight, boxes, turn, epsilon=1e-6, run=how)
+        return all_reduce(addend, boxes, turn, run=how)
 
     def on_devices(*arguments):
         mesh = jax.sharding.get_abstract_mesh()
@@ -267,7 +297,7 @@ def lower_least_kept(device, case, implementation="triton"):
         array(jnp.int32, case.rows),
         array(jnp.float32, case.rows),
     )
-    run = lambda *arguments: least_kept(*arguments, implementation=implementation)
+    run = lambda *arguments: least_kept(*arguments, run=Run(implementation=implementation))
     return lower(device, run, *arguments, donated=())
 
 
@@ -276,13 +306,15 @@ def lower_paged_attention(device, case, layers=8, blocks=512, implementation="tr
     pool = array(case.dtype, layers, blocks, case.page_size, case.kv_heads, case.key_dim)
     # The engine's call: the table has the pages of all slots.
     q, table = array(case.dtype, tokens, case.heads, case.key_dim), array(jnp.int32, 2 * n, 64)
-    options = dict(max_query_tokens=case.window, value_dim=case.value_dim, implementation=implementation)
+    options = dict(value_dim=case.value_dim, run=Run(implementation=implementation))
     run = lambda q, gates, *rest: paged_attention(q, *rest[:-1], slots=rest[-1], gates=gates, **options)
     values = None if case.value_dim else pool
     # A model with gates has heads of [query | gate].
     gates = None if case.value_dim else array(case.dtype, tokens, case.heads, 2 * case.key_dim)
-    indices = array(jnp.int32), rows(n + 1), rows(n), table, rows(n)
-    return lower(device, run, q, gates, pool, values, *indices, donated=())
+    here = Rows(
+        query_start_loc=rows(n + 1), layer=array(jnp.int32), num_computed_tokens=rows(n), max_query_tokens=case.window
+    )
+    return lower(device, run, q, gates, pool, values, here, table, rows(n), donated=())
 
 
 def lower_rotate_and_store(device, case, layers=8, blocks=512, implementation="triton"):
@@ -290,9 +322,12 @@ def lower_rotate_and_store(device, case, layers=8, blocks=512, implementation="t
     head = lambda n, dim=case.dim: array(case.dtype, case.tokens, n, dim)
     angle = array(jnp.float32, case.tokens, case.pairs) if case.pairs else None
     weight = array(jnp.float32, case.dim) if case.is_normed else None
-    run = lambda keys, values, q, k, v, angle, layer, place, weight: rotate_and_store(
-        q, k, v, angle, angle, keys, values, layer, place, place, weight, weight, implementation=implementation
-    )
+
+    def run(keys, values, q, k, v, angle, layer, place, weight):
+        indices = PageIndices(layer=layer, page=place, offset=place)
+        norms, how = HeadNorms(q_weight=weight, k_weight=weight), Run(implementation=implementation)
+        return rotate_and_store(q, k, v, angle, angle, keys, values, indices, norms, run=how)
+
     q = head(case.heads, (1 + case.is_gated) * case.dim)
     inputs = q, head(case.kv_heads), head(case.kv_heads), angle, array(jnp.int32), rows(case.tokens), weight
     return lower(device, run, pool, pool, *inputs, donated=(0, 1))
@@ -300,8 +335,9 @@ def lower_rotate_and_store(device, case, layers=8, blocks=512, implementation="t
 
 def lower_choose_experts(device, case, implementation="triton"):
     logits, bias = array(jnp.float32, 4, case.tokens, case.experts), array(jnp.float32, case.experts)
-    options = dict(scores="sigmoid", logits_dtype=case.dtype, implementation=implementation)
-    run = lambda logits, bias, valid: choose_experts(logits, case.top_k, bias=bias, valid=valid, **options)
+    routing = Routing(top_k=case.top_k, scores="sigmoid", logits_dtype=case.dtype)
+    how = Run(implementation=implementation)
+    run = lambda logits, bias, valid: choose_experts(logits, routing, bias=bias, valid=valid, run=how)
     return lower(device, run, logits, bias, array(jnp.bool_, case.tokens), donated=())
 
 
@@ -309,7 +345,7 @@ def lower_mixture_of_experts(device, case, blocks=None, implementation="triton",
     """`blocks` stands for the number of experts."""
     experts, pairs = blocks or case.experts, (case.tokens, case.top_k)
     up, down = array(case.dtype, experts, case.up_size, case.hidden), array(case.dtype, experts, case.hidden, case.size)
-    run = functools.partial(op, activation=case.activation, implementation=implementation)
+    run = functools.partial(op, activation=case.activation, run=Run(implementation=implementation))
     x = array(case.dtype, case.tokens, case.hidden)
     return lower(device, run, x, up, down, array(jnp.int32, *pairs), array(jnp.float32, *pairs), donated=())
 
@@ -319,8 +355,9 @@ def lower_routed_experts_sums(device, case, implementation="triton"):
         array(case.dtype, case.experts, case.up_size, case.hidden),
         array(case.dtype, case.experts, case.hidden, case.size),
     )
-    options = dict(shared=1, shared_gate=True, logits_dtype=case.dtype, activation=case.activation)
-    run = lambda *arrays: routed_experts_sums(*arrays, case.top_k, implementation=implementation, **options)
+    routing = Routing(top_k=case.top_k, shared=1, shared_gate=True, logits_dtype=case.dtype)
+    options = dict(activation=case.activation, run=Run(implementation=implementation))
+    run = lambda *arrays: routed_experts_sums(*arrays, routing, **options)
     logits = array(jnp.float32, 4, case.tokens, case.experts)
     return lower(device, run, array(case.dtype, case.tokens, case.hidden), logits, up, down, donated=())
 
@@ -374,7 +411,7 @@ OPS = {
 
 def lower_product_chain(device, case, implementation="triton", tokens=1):
     x, steps, residual = case.arguments(lambda shape, dtype, _: array(dtype, *shape), tokens)
-    run = functools.partial(product_chain, parts=case.parts, implementation=implementation)
+    run = functools.partial(product_chain, parts=case.parts, run=Run(implementation=implementation))
     return lower(device, run, x, steps, residual, donated=())
 
 

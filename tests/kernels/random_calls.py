@@ -20,6 +20,7 @@ from kernels import (
     deferred_mamba2_rows,
     deferred_rows,
     delta_rule_claims,
+    grouped,
     rotations,
     state_space_rows,
 )
@@ -123,7 +124,7 @@ class Call:
         def run(arrays: dict[str, Any], **more: Any) -> Any:
             if self.config is not None:
                 more["config"] = built(self.config)
-            return self.function(**arrays, **options, **more)
+            return grouped.call(self.function, **arrays, **options, **more)
 
         return arrays, run
 
@@ -540,13 +541,12 @@ def gated_delta_rule_recurrent(draw: Draw) -> Call:
 def chunked(op: Callable[..., Any]) -> Callable[..., Any]:
     """Lets an op cut its rows into chunks, from `num_computed_tokens` on."""
 
-    @functools.wraps(op)
     def run(num_computed_tokens, chunk_size, **arguments):
         inputs = arguments.get("v", arguments.get("x"))
         # Chunks that are wrong are refused by `chunk_rows`, and chunks of other rows by the op.
         tokens = 1 if inputs is None else max(1, *inputs.shape[:1])
         chunks = ops.chunk_rows(arguments["query_start_loc"], num_computed_tokens, tokens, chunk_size)
-        return op(chunks=chunks, **arguments)
+        return grouped.call(op, chunks=chunks, **arguments)
 
     return run
 

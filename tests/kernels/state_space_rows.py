@@ -12,6 +12,8 @@ from kernels.common import (
 )
 from oracles.ops import selective_state_update as oracle
 
+from pallas_kernels import Rows
+
 LAYER, LAYERS, BLOCKS = 1, 2, 24
 
 
@@ -55,6 +57,12 @@ def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_t
     B, C = draw(dims.groups, dims.state_dim), draw(dims.groups, dims.state_dim)
     pool = dirty_pool(rng, (LAYERS, BLOCKS, *channel, dims.state_dim), state_dtype, clean)
     return (draw(*channel), draw(*per), A, B, C), pool, dict(D=fixed(*per), z=draw(*channel), dt_bias=fixed(*per))
+
+
+def rows_at(query_start_loc, read, write, layer=LAYER, **fields):
+    """Rows that read these blocks and write those: after each token, or after the last one if `write` has one per row."""
+    write = write if write.ndim == 2 else write[:, None]
+    return Rows(layer=layer, query_start_loc=query_start_loc, read=read, write=write, **fields)
 
 
 def state_of(pool, block):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernels.common import IMPLEMENTATIONS, assert_close, how
+from kernels.common import IMPLEMENTATIONS, assert_close, run_by
 from oracles.ops import add_rms_norm as oracle
 
 from pallas_kernels import Mailboxes, UnsupportedError, all_reduce, all_reduce_rms_norm, can_write_each_other
@@ -63,7 +63,7 @@ def test_sums_match_float64_on_every_device(rng, count, shape, implementation):
     def run(boxes, addend):
         turn, found = jnp.int32(1), []
         for factor in (1, 2, 3, 4, 5):
-            total, turn = all_reduce(factor * addend, boxes, turn, **how(implementation))
+            total, turn = all_reduce(factor * addend, boxes, turn, run=run_by(implementation))
             found.append(total)
         return jnp.stack(found)
 
@@ -83,7 +83,7 @@ def test_sum_and_norm_match_the_oracle(rng, count, dtype, addend_dtype, implemen
     weight = jnp.asarray(np.broadcast_to(rng.normal(size=1000), (count, 1000)), jnp.float32)
 
     def run(boxes, x, addend, weight):
-        return all_reduce_rms_norm(x, addend, weight, boxes, jnp.int32(7), **options, **how(implementation))
+        return all_reduce_rms_norm(x, addend, weight, boxes, jnp.int32(7), **options, run=run_by(implementation))
 
     totals, normed, turns = on_devices(mesh, boxes, run, x, addend, weight)
     everything = addend.reshape(-1, 5, 1000)
@@ -108,7 +108,7 @@ def test_many_turns_of_many_sizes_over_the_wrap_of_the_turn(rng, count):
     def run(boxes, turn, *parts):
         found = []
         for part in parts:
-            total, turn = all_reduce(part, boxes, turn, implementation="triton")
+            total, turn = all_reduce(part, boxes, turn, run=run_by("triton"))
             found.append(total)
         return turn, found
 
@@ -125,7 +125,7 @@ def test_many_turns_of_many_sizes_over_the_wrap_of_the_turn(rng, count):
 def test_padding_of_nan_and_infinity_pass_through(rng):
     mesh = mesh_of(1)
     special = jnp.asarray([[[[np.nan, np.inf, -np.inf, -0.0, 1e-42, 1.0, 2.0]]]], jnp.float32)
-    run = lambda boxes, part: all_reduce(part, boxes, jnp.int32(1), implementation="triton")[0]
+    run = lambda boxes, part: all_reduce(part, boxes, jnp.int32(1), run=run_by("triton"))[0]
     found = np.asarray(on_devices(mesh, mailboxes(mesh, 64), run, special))[0, 0]
     np.testing.assert_array_equal(found.view(np.int32), np.asarray(special).reshape(-1).view(np.int32))
 
@@ -138,9 +138,7 @@ def test_tokens_that_mailboxes_do_not_hold_are_left_to_xla(rng):
     assert_close(total[0], np.asarray(part)[0, 0], "float32", 1, "total")
     assert turn[0] == 5
     with pytest.raises(UnsupportedError, match=r"addend must have at most 100 numbers, .* got 120"):
-        on_devices(
-            mesh, boxes, lambda boxes, part: all_reduce(part, boxes, jnp.int32(5), implementation="triton"), part
-        )
+        on_devices(mesh, boxes, lambda boxes, part: all_reduce(part, boxes, jnp.int32(5), run=run_by("triton")), part)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 0, 3), (1, 2, 3, 0)], ids=str)

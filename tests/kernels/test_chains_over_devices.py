@@ -12,7 +12,7 @@ from kernels import programs_in_numpy
 from kernels.chains import OF_TOKENS, SMALL, draw, oracle, whole
 from kernels.common import assert_close
 
-from pallas_kernels import Mailboxes, UnsupportedError, all_reduce_product_chain, product_chain
+from pallas_kernels import Mailboxes, Run, UnsupportedError, all_reduce_product_chain, product_chain
 from pallas_kernels.product_chain import Norm
 
 PROGRAMS = 132
@@ -99,6 +99,6 @@ def test_norms_over_devices_need_mailboxes_that_hold_the_tokens(rng):
     with pytest.raises(ValueError, match="only all_reduce_product_chain has norms over devices"):
         product_chain(x, over_devices(steps), residual)
     more = jnp.tile(x, (4, 1))[:16], over_devices(steps), residual
-    run = lambda boxes: all_reduce_product_chain(*more, boxes, jnp.int32(1), implementation="mosaic_gpu")
+    run = lambda boxes: all_reduce_product_chain(*more, boxes, jnp.int32(1), run=Run(implementation="mosaic_gpu"))
     with pytest.raises(UnsupportedError, match="a mailbox must hold 4096 numbers, got 4095"):
         on_one_device(lambda boxes: run(dataclasses.replace(boxes, capacity=4095)))

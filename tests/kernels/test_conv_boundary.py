@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_untouched, dirty_pool, how, pack
-from kernels.conv_claims import transposed
+from kernels.common import IMPLEMENTATIONS, assert_untouched, dirty_pool, pack, run_by
+from kernels.conv_claims import rows_of, transposed
 
-from pallas_kernels import causal_conv1d_update
+from pallas_kernels import BoundaryWindow, causal_conv1d_update
 from pallas_kernels.causal_conv1d.config import Config
 
 LAYER, LAYERS, BLOCKS, CHANNELS = 1, 2, 24, 40
@@ -58,9 +58,11 @@ def test_boundaries_are_kept_and_nothing_else_changes(rng, width, dtype, impleme
     read, row, write, *boundary = (
         jnp.array([*column, *[padding] * 2], jnp.int32) for column, padding in zip(columns, PADDING[1:], strict=True)
     )
-    where = pack(lengths, padding_rows=2), read, row, write
-    run = functools.partial(OPS[layout], x, pool, LAYER, weight, bias, *where, **how(implementation))
-    (wanted_y, without), (y, after) = run(), run(*boundary)
+    run = lambda **boundary: OPS[layout](
+        *(x, pool, weight, bias, rows_of(pack(lengths, padding_rows=2), read, row, write, **boundary)),
+        run=run_by(implementation),
+    )
+    (wanted_y, without), (y, after) = run(), run(boundary=BoundaryWindow(row=boundary[0], block=boundary[1]))
     np.testing.assert_array_equal(floats(y), floats(wanted_y))
     assert np.isfinite(floats(y)).all()
     for length, read, _, write, first, block in ROWS:
@@ -79,8 +81,8 @@ def test_boundaries_are_kept_and_nothing_else_changes(rng, width, dtype, impleme
 def test_boundaries_are_kept_in_a_call_without_tokens(rng, implementation, layout):
     x, pool, weight, _ = make(rng, [], 4, 2, jnp.bfloat16)
     where = pack([0, 0, 0]), jnp.array([3, 4, 5]), jnp.array([2, 2, 0]), jnp.array([0, 0, 0])
-    run = functools.partial(OPS[layout], x[:0], pool, LAYER, weight, None, *where, **how(implementation))
-    y, after = run(jnp.array([1, 2, 0]), jnp.array([10, 4, 0]))
+    rows = rows_of(*where, boundary=BoundaryWindow(row=jnp.array([1, 2, 0]), block=jnp.array([10, 4, 0])))
+    y, after = OPS[layout](x[:0], pool, weight, None, rows, run=run_by(implementation))
     assert y.shape == (0, CHANNELS)
     np.testing.assert_array_equal(floats(after)[LAYER, 10, :3], floats(pool)[LAYER, 3, 1:4])
     np.testing.assert_array_equal(floats(after)[LAYER, 4, :3], floats(pool)[LAYER, 4, 2:5])
@@ -95,8 +97,9 @@ def test_the_boundary_of_a_row_depends_on_that_row_alone(rng, implementation):
     loc = np.asarray(pack(lengths))
 
     @jax.jit
-    def run(x, *rows):
-        return causal_conv1d_update(x, pool, LAYER, weight, bias, *rows, **how(implementation))
+    def run(x, loc, read, row, write, first, block):
+        rows = rows_of(loc, read, row, write, boundary=BoundaryWindow(row=first, block=block))
+        return causal_conv1d_update(x, pool, weight, bias, rows, run=run_by(implementation))
 
     def results(chosen, padding):
         tokens = np.concatenate([np.arange(loc[r], loc[r + 1]) for r in chosen] + [np.zeros(padding, int)])
@@ -115,9 +118,10 @@ def test_the_boundary_of_a_row_depends_on_that_row_alone(rng, implementation):
 def test_every_config_keeps_the_same_boundaries(rng, implementation, layout):
     lengths, *columns = zip(*ROWS, strict=True)
     x, pool, weight, bias = make(rng, lengths, 4, 4, jnp.float32)
-    where = pack(lengths), *(jnp.array(column, jnp.int32) for column in columns)
+    *where, first, block = (jnp.array(column, jnp.int32) for column in columns)
+    rows = rows_of(pack(lengths), *where, boundary=BoundaryWindow(row=first, block=block))
     results = [
-        OPS[layout](x, pool, LAYER, weight, bias, *where, config=Config(*config), **how(implementation))
+        OPS[layout](x, pool, weight, bias, rows, run=run_by(implementation, Config(*config)))
         for config in ((16, 1), (64, 2), (512, 4))
     ]
     for y, after in results[1:]:
@@ -130,18 +134,10 @@ def test_a_call_without_boundaries_has_the_kernel_of_one_without_the_arguments(r
     """Two more inputs, both of them indices, and no second launch."""
     x, pool, weight, _ = make(rng, [2], 4, 2, jnp.float32)
     row = jnp.array([3])
-    given = (row * 0, row + 9) if boundaries else ()
-    run = functools.partial(causal_conv1d_update, **how("interpret"))
-    text = str(jax.make_jaxpr(run)(x, pool, LAYER, weight, None, pack([2]), row, row * 0, row, *given))
+    boundary = BoundaryWindow(row=row * 0, block=row + 9) if boundaries else None
+    run = functools.partial(causal_conv1d_update, run=run_by("interpret"))
+    rows = rows_of(pack([2]), row, row * 0, row, boundary=boundary)
+    text = str(jax.make_jaxpr(run)(x, pool, weight, None, rows))
     assert text.count("pallas_call[") == 1
     operands = re.search(r"\] ((?:\w+ ?)+)\n", text.partition("pallas_call[")[2])
     assert len(operands[1].split()) == 8 + 2 * boundaries
-
-
-def test_errors_name_the_argument_that_is_missing(rng):
-    x, pool, weight, _ = make(rng, [2], 4, 2, jnp.float32)
-    row = jnp.array([3])
-    for name in ("boundary_row", "boundary_block"):
-        message = f"causal_conv1d_update: boundary_row and boundary_block must be given together, got only {name}"
-        with pytest.raises(ValueError, match=message):
-            causal_conv1d_update(x, pool, 0, weight, None, pack([2]), row, row * 0, row, **{name: row})

@@ -15,18 +15,20 @@ from kernels.common import (
     assert_close,
     assert_untouched,
     dirty_pool,
-    how,
     pack,
+    run_by,
     skip_if_unavailable,
 )
+from kernels.conv_claims import rows_of
 from kernels.threads_in_numpy import Ref, fake, install
 from oracles.ops import causal_conv1d
 
-from pallas_kernels import UnsupportedError, causal_conv1d_update, product_chain
+from pallas_kernels import Run, UnsupportedError, causal_conv1d_update, product_chain
 from pallas_kernels.product_chain import Norm, _convolution
 from pallas_kernels.product_chain.cases import CASES, Case, Taps
 
 LAYER, PROGRAMS = 1, 132
+MOSAIC = Run(implementation="mosaic_gpu")
 CHAINS = [
     Case("four taps", (512, "norm", ("gated", 512), 512, "norm", 56, Taps(4)), 512, (32, 16, 8)),
     Case("two taps, all channels", (256, "norm", 264, Taps(2)), 768, (264,)),
@@ -97,7 +99,7 @@ def check(case, arguments, found, total):
 def test_separate_launches_match_the_oracle(rng, case, tokens, implementation):
     arguments = drawn(rng, case, tokens)
     x, steps, residual = arguments
-    check(case, arguments, *product_chain(x, steps, residual, parts=case.parts, **how(implementation)))
+    check(case, arguments, *product_chain(x, steps, residual, parts=case.parts, run=run_by(implementation)))
 
 
 @pytest.mark.parametrize("implementation", [MOSAIC_GPU])
@@ -106,7 +108,7 @@ def test_separate_launches_match_the_oracle(rng, case, tokens, implementation):
 def test_one_launch_matches_the_oracle(rng, case, tokens, implementation):
     arguments = drawn(rng, case, tokens)
     x, steps, residual = arguments
-    check(case, arguments, *product_chain(x, steps, residual, parts=case.parts, **how(implementation)))
+    check(case, arguments, *product_chain(x, steps, residual, parts=case.parts, run=run_by(implementation)))
 
 
 @pytest.mark.parametrize(
@@ -131,12 +133,12 @@ def test_one_launch_does_what_two_do(rng, tokens, implementation):
     """The windows have the same bits, and so do the results that are not convolved."""
     skip_if_unavailable(implementation)
     x, steps, residual = drawn(rng, LARGE[0], tokens)
-    run = functools.partial(product_chain, parts=LARGE[0].parts, implementation=implementation)
+    run = functools.partial(product_chain, parts=LARGE[0].parts, run=run_by(implementation))
     (_, *others, pool), _ = run(x, steps, residual)
     *before, step = steps
     (first, *wanted), _ = run(x, before, residual)
-    where = step.query_start_loc, step.read_block, step.window_row, step.write_block
-    _, wanted_pool = causal_conv1d_update(first, step.pool, LAYER, step.weight, None, *where)
+    rows = rows_of(step.query_start_loc, step.read_block, step.window_row, step.write_block)
+    _, wanted_pool = causal_conv1d_update(first, step.pool, step.weight, None, rows)
     for found, own in zip([*others, pool], [*wanted, wanted_pool], strict=True):
         np.testing.assert_array_equal(np.asarray(found).view(np.uint16), np.asarray(own).view(np.uint16))
 
@@ -151,7 +153,7 @@ def test_the_pool_of_a_launch_is_updated_in_place(rng, tokens, implementation):
     @functools.partial(jax.jit, donate_argnums=0)
     def run(pool):
         (*_, pool), _ = product_chain(
-            x, (*steps, changed(step, pool=pool)), residual, parts=case.parts, implementation=implementation
+            x, (*steps, changed(step, pool=pool)), residual, parts=case.parts, run=run_by(implementation)
         )
         return pool
 
@@ -173,7 +175,7 @@ def test_a_launch_reaches_blocks_beyond_2_to_the_31_elements(rng):
     @functools.partial(jax.jit, donate_argnums=0)
     def run(pool):
         last = changed(step, pool=pool, read_block=at, write_block=at)
-        (first, *_, pool), _ = product_chain(x, (*steps, last), residual, parts=case.parts, implementation="mosaic_gpu")
+        (first, *_, pool), _ = product_chain(x, (*steps, last), residual, parts=case.parts, run=MOSAIC)
         return first, pool
 
     small = jnp.array(rng.normal(size=(4, 3, 1024)), case.dtype)
@@ -181,7 +183,7 @@ def test_a_launch_reaches_blocks_beyond_2_to_the_31_elements(rng):
     first, pool = run(pool)
     one = jnp.zeros((2, 5, 3, 1024), case.dtype).at[LAYER, 1:].set(small)
     few = changed(step, pool=one, read_block=jnp.arange(1, 5), write_block=jnp.arange(1, 5))
-    (wanted, *_, one), _ = product_chain(x, (*steps, few), residual, parts=case.parts, implementation="mosaic_gpu")
+    (wanted, *_, one), _ = product_chain(x, (*steps, few), residual, parts=case.parts, run=MOSAIC)
     np.testing.assert_array_equal(first, wanted)
     np.testing.assert_array_equal(pool[LAYER, at], one[LAYER, 1:])
 
@@ -201,7 +203,7 @@ def test_a_convolution_that_no_launch_can_run_is_an_op_of_its_own(rng):
     ]
     for x, last, said in reasons:
         with pytest.raises(UnsupportedError, match=f"{said}|Mosaic GPU kernels need JAX"):
-            product_chain(x, (*steps, last), residual, parts=case.parts, implementation="mosaic_gpu")
+            product_chain(x, (*steps, last), residual, parts=case.parts, run=MOSAIC)
         *results, pool = product_chain(x, (*steps, last), residual, parts=case.parts)[0]
         pool = pool.swapaxes(2, 3) if last.layout == "DS" else pool
         check(case, (x, (*steps, step), residual), (*results, pool), product_chain(x, steps, residual)[1])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import UnsupportedError, linear, selective_state_update
+from pallas_kernels import Rows, Run, UnsupportedError, linear, selective_state_update
 from pallas_kernels.dispatch import dispatch
 
 
@@ -76,11 +76,11 @@ def test_the_derivative_of_a_kernel_is_refused_by_name(implementation):
 
 def test_a_kernel_on_a_cpu_names_interpret_mode():
     arguments = jnp.ones((3, 8)), jnp.ones((4, 8))
-    run = functools.partial(linear, implementation="triton")
+    run = functools.partial(linear, run=Run(implementation="triton"))
     for call in (run, jax.jit(run), jax.vmap(run, in_axes=(None, None), axis_size=2)):
         with pytest.raises(ValueError, match=r"linear: implementation='triton' .* interpret=True"):
             call(*arguments)
-    (out,) = run(*arguments, interpret=True)
+    (out,) = linear(*arguments, run=Run(implementation="triton", interpret=True))
     assert (out == 8).all()
 
 
@@ -96,12 +96,9 @@ def hopper_without_mosaic_gpu(monkeypatch):
 def kernels_of(heads, implementation):
     """Returns the program of an op that has all three kernels. Programs of other numbers of heads are traced anew."""
     ones, index = lambda *shape: jnp.ones(shape), jnp.zeros(1, jnp.int32)
-    at = dict(
-        layer=0, query_start_loc=jnp.array([0, 1]), read_block=index, write_blocks=index[None] + 1,
-        implementation=implementation,
-    )  # fmt: skip
+    rows = Rows(layer=0, query_start_loc=jnp.array([0, 1]), read=index, write=index[None] + 1)
     arrays = ones(1, heads, 64), ones(1, heads), ones(heads), ones(1, 1, 128), ones(1, 1, 128)
-    run = functools.partial(selective_state_update, **at)
+    run = functools.partial(selective_state_update, rows=rows, run=Run(implementation=implementation))
     return str(jax.make_jaxpr(run)(*arrays, pool=ones(1, 2, heads, 64, 128)))
 
 

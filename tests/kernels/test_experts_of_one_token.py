@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import how
+from kernels.common import run_by
 from kernels.mixtures import SMALL, Weights, assert_is_mixture, draw_tokens, make
 from oracles import ops as oracle
 
-from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums, routed_experts_sums
+from pallas_kernels import Routing, choose_experts, mixture_of_experts, mixture_of_experts_sums, routed_experts_sums
 from pallas_kernels.mixture_of_experts.config import Config, Product
 
 # All inputs at once; in turns, of which the last one has a rest; and the tiles of more tokens.
@@ -27,8 +27,8 @@ RULES = [
 ]
 
 
-def options_of(implementation, name):
-    return how(implementation) | ({} if name is None else dict(config=CONFIGS[name]))
+def configured(implementation, name):
+    return run_by(implementation, None if name is None else CONFIGS[name])
 
 
 def with_nan(weights, chosen):
@@ -58,7 +58,7 @@ def test_token_gets_the_sum_of_its_experts_in_one_share(rng, hidden, size, activ
         factors = np.where(exists, rng.uniform(0, 1, chosen.shape), np.nan).astype(np.float32)
         weights = with_nan(whole, chosen)
         arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
-        options = dict(activation=activation) | options_of(implementation, name)
+        options = dict(activation=activation, run=configured(implementation, name))
         sums = mixture_of_experts_sums(*arguments, **options)
         assert (sums.shape, sums.dtype) == ((1, 1, hidden), jnp.float32)
         wanted = x, whole, np.where(exists, chosen, -1), np.nan_to_num(factors)
@@ -82,8 +82,9 @@ def test_every_rule_chooses_inside_the_first_product(rng, rule, dtype, implement
     chosen, factors = oracle.choose_experts(np.asarray(total), top_k, bias=bias, **rule)
     weights = with_nan(whole, chosen)
     sums = routed_experts_sums(
-        x, jnp.asarray(logits), weights.up, weights.down, top_k, bias=None if bias is None else jnp.asarray(bias),
-        logits_dtype=jnp.dtype(dtype).name, valid=jnp.ones(1, bool), **rule, **options_of(implementation, name),
+        x, jnp.asarray(logits), weights.up, weights.down,
+        Routing(top_k=top_k, logits_dtype=jnp.dtype(dtype).name, **rule),
+        bias=None if bias is None else jnp.asarray(bias), valid=jnp.ones(1, bool), run=configured(implementation, name),
     )  # fmt: skip
     assert (sums.shape, sums.dtype) == ((1, 1, x.shape[1]), jnp.float32)
     assert_is_mixture(x, whole, chosen, factors.astype(np.float32), sums[0].astype(dtype))
@@ -97,12 +98,13 @@ def test_choice_in_the_kernel_is_that_of_choose_experts(rng, groups, implementat
     drawn = rng.integers(-2, 3, (1, 64)).astype(np.float32)
     for logits in (np.zeros((1, 64), np.float32), drawn, np.where(drawn > 1, -np.inf, drawn)):
         logits, options = jnp.asarray(logits), dict(groups=groups, top_groups=max(1, groups // 2), shared=1)
-        chosen, factors = choose_experts(logits, 8, **options, **how(implementation))
+        routing = Routing(top_k=8, **options)
+        chosen, factors = choose_experts(logits, routing, run=run_by(implementation))
         wanted, _ = oracle.choose_experts(np.asarray(logits), 8, **options)
         np.testing.assert_array_equal(chosen, wanted)
-        how_ = options_of(implementation, name)
-        found = routed_experts_sums(x, logits, weights.up, weights.down, 8, **options, **how_)
-        apart = mixture_of_experts_sums(x, weights.up, weights.down, chosen, factors, **how_)
+        run = configured(implementation, name)
+        found = routed_experts_sums(x, logits, weights.up, weights.down, routing, run=run)
+        apart = mixture_of_experts_sums(x, weights.up, weights.down, chosen, factors, run=run)
         if implementation == "triton":
             np.testing.assert_array_equal(found, apart)
         else:  # XLA may add in another order.
@@ -113,8 +115,8 @@ def test_choice_in_the_kernel_is_that_of_choose_experts(rng, groups, implementat
 def test_padding_token_has_no_routed_sums(rng, implementation, name):
     """It holds NaN, and so do its logits and all weights."""
     weights = with_nan(make(rng, 6), [])
-    arguments = draw_tokens(rng, 1) * jnp.nan, jnp.full((2, 1, 6), jnp.nan), weights.up, weights.down, 2
-    options = dict(shared=1, shared_gate=True, valid=jnp.zeros(1, bool)) | options_of(implementation, name)
-    sums = routed_experts_sums(*arguments, **options)
+    arguments = draw_tokens(rng, 1) * jnp.nan, jnp.full((2, 1, 6), jnp.nan), weights.up, weights.down
+    routing = Routing(top_k=2, shared=1, shared_gate=True)
+    sums = routed_experts_sums(*arguments, routing, valid=jnp.zeros(1, bool), run=configured(implementation, name))
     assert (sums.shape, sums.dtype) == ((1, 1, weights.up.shape[2]), jnp.float32)
     assert not np.asarray(sums).any()

@@ -8,9 +8,9 @@ from kernels.common import (
     IMPLEMENTATIONS,
     WINDOWS,
     assert_close,
-    how,
     mixed_rows,
     pack,
+    run_by,
     skip_if_unavailable,
 )
 from kernels.delta_rule_claims import (
@@ -24,11 +24,16 @@ from kernels.delta_rule_claims import (
     check_update_of_a_row_depends_on_that_row_alone,
     check_update_with_a_decay_per_key_channel_matches_the_oracle,
     make,
+    padded_rows,
+    rows_of,
     unpack,
 )
 from oracles.ops import gates
 
 from pallas_kernels import (
+    Gates,
+    Rows,
+    Run,
     gated_delta_rule_gates,
     gated_delta_rule_update,
 )
@@ -104,9 +109,9 @@ def test_update_with_negative_eigenvalues_matches_the_oracle(rng, dims, implemen
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(4)
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims)
-    rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
+    rows, wide = padded_rows(lengths, read, write), Gates(allow_neg_eigval=True)
     out, after = gated_delta_rule_update(
-        qkv, a, b + 3.0, A_log, dt_bias, pool, LAYER, *rows, allow_neg_eigval=True, **how(implementation)
+        qkv, a, b + 3.0, A_log, dt_bias, pool, rows, gates=wide, run=run_by(implementation)
     )
     inputs = (*unpack(qkv, dims), *gates(a, b + 3.0, A_log, dt_bias, beta_max=2))
     assert_rows_match_the_oracle(lengths, read, write, out, pool, after, inputs, dims.key_dim**-0.5)
@@ -127,7 +132,8 @@ def test_gates_match_the_oracle(rng, kda, lower_bound):
     dims = DIMS["odd"]
     _, a, b, A_log, dt_bias, _ = make(rng, [5], dims, extra_tokens=0, kda=kda)
     a = a * 20  # reaches both ends of the softplus
-    g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, lower_bound=lower_bound, allow_neg_eigval=True)
+    wanted = Gates(lower_bound=lower_bound, allow_neg_eigval=True)
+    g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, gates=wanted)
     wanted_g, wanted_beta = gates(a, b, A_log, dt_bias, lower_bound, beta_max=2)
     np.testing.assert_allclose(g, wanted_g, rtol=4e-6)
     np.testing.assert_allclose(beta, wanted_beta, rtol=4e-6)
@@ -156,11 +162,8 @@ def test_verify_and_single_decodes_agree(rng, dims, implementation):
         A_log,
         dt_bias,
         pool,
-        LAYER,
-        pack([4]),
-        jnp.array([3]),
-        jnp.array([[6, 7, 8, 9]]),
-        **how(implementation),
+        rows_of(pack([4]), jnp.array([3]), jnp.array([[6, 7, 8, 9]])),
+        run=run_by(implementation),
     )
     decoded = []
     for t in range(4):
@@ -171,11 +174,8 @@ def test_verify_and_single_decodes_agree(rng, dims, implementation):
             A_log,
             dt_bias,
             pool,
-            LAYER,
-            pack([1]),
-            jnp.array([3]),
-            jnp.array([[3]]),
-            **how(implementation),
+            rows_of(pack([1]), jnp.array([3]), jnp.array([[3]])),
+            run=run_by(implementation),
         )
         decoded.append(out)
     # Storing and loading a float32 state does not round it. Only the order of instructions may differ.
@@ -195,12 +195,8 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
             A_log,
             dt_bias,
             pool,
-            LAYER,
-            pack([1, 1]),
-            jnp.array([3, 0]),
-            jnp.array([[6], [7]]),
-            **how(implementation),
-            config=Config(*config),
+            rows_of(pack([1, 1]), jnp.array([3, 0]), jnp.array([[6], [7]])),
+            run=run_by(implementation, Config(*config)),
         )
         for config in ((4, 4, 16, 1), (16, 4, 16, 1), (16, 2, 8, 2), (32, 32, 32, 4))
     ]
@@ -223,16 +219,14 @@ def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
     wrapped = last - 2**31 // (8 * 128 * 128)
     pool = jax.jit(lambda p: p.at[0, last].set(small[LAYER, 3]).at[0, wrapped].set(7.0), donate_argnums=0)(pool)
     step = jax.jit(
-        lambda pool, read, write, way: gated_delta_rule_update(
-            qkv, a, b, A_log, dt_bias, pool, 0, pack([1]), read, write, implementation=way
-        ),
-        static_argnums=3,
+        lambda pool, rows, run: gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, rows, run=run),
+        static_argnums=2,
         donate_argnums=0,
     )
-    out, pool = step(pool, jnp.array([last]), jnp.array([[last]]), implementation)
-    wanted, after = gated_delta_rule_update(
-        qkv, a, b, A_log, dt_bias, small, LAYER, pack([1]), jnp.array([3]), jnp.array([[3]]), implementation="xla"
-    )
+    row = Rows(query_start_loc=pack([1]), layer=0, read=jnp.array([last]), write=jnp.array([[last]]))
+    out, pool = step(pool, row, Run(implementation=implementation))
+    row = rows_of(pack([1]), jnp.array([3]), jnp.array([[3]]))
+    wanted, after = gated_delta_rule_update(qkv, a, b, A_log, dt_bias, small, row, run=Run(implementation="xla"))
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     np.testing.assert_allclose(pool[0, last], after[LAYER, 3], atol=1e-5)
     assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
@@ -242,7 +236,7 @@ def test_empty_arrays_return_at_once(rng):
     dims = DIMS["grouped"]
     qkv, a, b, A_log, dt_bias, pool = make(rng, [2], dims)
     none = jnp.zeros((0,), jnp.int32)
-    out, after = gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, 0, pack([]), none, none[:, None])
+    out, after = gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, rows_of(pack([]), none, none[:, None]))
     assert not out.any()
     assert after is pool
 
@@ -252,15 +246,15 @@ def test_errors_name_the_bad_argument(rng):
     qkv, a, b, A_log, dt_bias, pool = make(rng, [2], dims)
     row = jnp.array([1])
     update = lambda qkv=qkv, a=a, write=row[None]: gated_delta_rule_update(
-        qkv, a, b, A_log, dt_bias, pool, 0, pack([2]), row, write
+        qkv, a, b, A_log, dt_bias, pool, rows_of(pack([2]), row, write)
     )
     with pytest.raises(ValueError, match="qkv must have 2 \\* key_heads \\* 16"):
         update(qkv=qkv[:, :-8])
     with pytest.raises(ValueError, match="b must be Float"):
         update(a=a[:, :2])
-    with pytest.raises(ValueError, match="write_blocks must be Int32"):
+    with pytest.raises(ValueError, match=r"rows\.write must be Int32"):
         update(write=row)
     with pytest.raises(ValueError, match="dt_bias must have the shape"):
         update(a=jnp.zeros((*a.shape, dims.key_dim)))
     with pytest.raises(ValueError, match="lower_bound must be negative or None, got 5"):
-        gated_delta_rule_gates(a, b, A_log, dt_bias, lower_bound=5.0)
+        gated_delta_rule_gates(a, b, A_log, dt_bias, gates=Gates(lower_bound=5.0))

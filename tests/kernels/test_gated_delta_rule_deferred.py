@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels import grouped
 from kernels.common import MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, how, pack, skip_if_unavailable
 from kernels.deferred_claims import check_rows_in_every_phase_match_the_oracle
 from kernels.deferred_rows import (
+    ARGUMENTS,
     BLOCKS,
     DIMS,
     EVERY,
@@ -154,9 +156,9 @@ def test_a_call_without_tokens_folds(rng, implementation):
     _, states, _ = sequences.oracle(0, slice(None), np.zeros(pool.shape[2:]))
     rows = ints(0, 0), ints(0), ints(0), ints(17), ints(0), ints(3)
     empty = [jnp.zeros((0, x[0].shape[1]), kind.dtype) for x in (sequences.qkv, sequences.a, sequences.b)]
-    out, after, *kept = gated_delta_rule_deferred(
-        *empty, sequences.A_log, sequences.dt_bias, *arrays, LAYER, *rows, max_query_tokens=4, **how(implementation)
-    )
+    named = dict(zip(ARGUMENTS, (*empty, sequences.A_log, sequences.dt_bias, *arrays, LAYER, *rows), strict=True))
+    out, after, ring = grouped.call(gated_delta_rule_deferred, **named, max_query_tokens=4, **how(implementation))
+    kept = ring.k, ring.u, ring.g
     assert out.shape[0] == 0
     assert_close(after[LAYER, 3], states[15], jnp.float32, 64 * dims.key_dim, "fold")
     assert_untouched(pool, after, [3])
@@ -178,7 +180,7 @@ def refused(**changes):
         ring_g=jnp.zeros((1, 3, 2, 32)),
         **two_rows(),
     )
-    return gated_delta_rule_deferred(**given | changes)
+    return grouped.call(gated_delta_rule_deferred, **given | changes)
 
 
 @pytest.mark.parametrize(
@@ -187,16 +189,16 @@ def refused(**changes):
         (dict(max_query_tokens=9), r"at most 8 for groups of 16 tokens \(2 \* max_query_tokens - 2 < 16\), got 9"),
         (dict(max_query_tokens=0), "max_query_tokens must be at least 1, got 0"),
         (dict(qkv=jnp.zeros((3, 80))), r"qkv must have 2 \* 2 \* 16 \+ 2 \* 16 channels, got 80"),
-        (dict(ring_k=jnp.zeros((1, 3, 2, 32, 16), jnp.bfloat16)), "ring_k must have qkv's dtype float32, got bfloat16"),
-        (dict(ring_k=jnp.zeros((1, 3, 2, 30, 16))), "ring_u must be"),
-        (dict(ring_g=jnp.zeros((1, 3, 2, 32), jnp.bfloat16)), "ring_g must be"),
-        (dict(ring_k=jnp.zeros((1, 3, 3, 32, 16))), "the key heads of ring_k must divide the 2 value heads, got 3"),
-        (dict(base=jnp.zeros(3, jnp.int32)), "base must be"),
-        (dict(query_start_loc=jnp.zeros(5, jnp.int32)), "query_start_loc must have 3 entries"),
-        (dict(layer=1), r"layer must be in \[0, 1\)"),
+        (dict(ring_k=jnp.zeros((1, 3, 2, 32, 16), jnp.bfloat16)), "ring.k must have qkv's dtype float32, got bfloat16"),
+        (dict(ring_k=jnp.zeros((1, 3, 2, 30, 16))), "ring.u must be"),
+        (dict(ring_g=jnp.zeros((1, 3, 2, 32), jnp.bfloat16)), "ring.g must be"),
+        (dict(ring_k=jnp.zeros((1, 3, 3, 32, 16))), "the key heads of ring.k must divide the 2 value heads, got 3"),
+        (dict(base=jnp.zeros(3, jnp.int32)), "rows.fold.base must be"),
+        (dict(query_start_loc=jnp.zeros(5, jnp.int32)), "rows.query_start_loc must have 3 entries"),
+        (dict(layer=1), r"rows.layer must be in \[0, 1\)"),
         (dict(a=jnp.zeros((3, 2, 16))), "a must be"),
-        (dict(lower_bound=1.0), "lower_bound must be negative or None, got 1.0"),
-        (dict(implementation="cuda"), "implementation must be"),
+        (dict(lower_bound=1.0), "gates.lower_bound must be negative or None, got 1.0"),
+        (dict(implementation="cuda"), "run.implementation must be"),
     ],
 )
 def test_bad_arguments_are_refused(changes, message):

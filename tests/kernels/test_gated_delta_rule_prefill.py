@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import MOSAIC_GPU, assert_close, how, pack
+from kernels.common import MOSAIC_GPU, assert_close, how, pack, run_by
 from kernels.delta_rule_claims import LAYER, Dims, state_of
 from kernels.delta_rule_prefill_claims import (
     CHUNK,
@@ -21,6 +21,7 @@ from kernels.delta_rule_prefill_claims import (
 from oracles.ops import gated_delta_rule
 
 from pallas_kernels import (
+    Rows,
     UnsupportedError,
     chunk_rows,
     gated_delta_rule_prefill,
@@ -284,12 +285,10 @@ def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation)
     last = blocks - 1
     wrapped = last - 2**31 // (8 * 128 * 128)
     pool = jax.jit(lambda p: p.at[0, last].set(small[LAYER, 3]).at[0, wrapped].set(7.0), donate_argnums=0)(pool)
-    loc, row = pack([n]), jnp.array([last])
-    chunks = chunk_rows(loc, jnp.array([0]), n)
+    row, chunks = jnp.array([last]), chunk_rows(pack([n]), jnp.array([0]), n)
+    rows = Rows(query_start_loc=pack([n]), layer=0, read=row, write=row[:, None], chunks=chunks)
     step = jax.jit(
-        lambda pool: gated_delta_rule_prefill(
-            *map(jnp.asarray, inputs), pool, 0, loc, chunks, row, row, **how(implementation)
-        ),
+        lambda pool: gated_delta_rule_prefill(*map(jnp.asarray, inputs), pool, rows, run=run_by(implementation)),
         donate_argnums=0,
     )
     out, pool = step(pool)
@@ -310,11 +309,10 @@ def test_errors_name_the_bad_argument(rng):
         run((k, k, *inputs[2:]))
     with pytest.raises(ValueError, match="g must be Float32"):
         run((*inputs[:3], inputs[3].astype(jnp.bfloat16), inputs[4]))
-    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block must be given together, got only"):
-        run(checkpoints=(np.array([[1]]), None), padded=False)
     row, chunks = jnp.array([1]), chunk_rows(pack([2, 3]), jnp.array([0, 0]), 5)
+    rows = Rows(query_start_loc=pack([2]), layer=0, read=row, write=row[:, None], chunks=chunks)
     with pytest.raises(ValueError, match="chunks must be chunk_rows of 1 rows in 2 tokens \\(2 chunks\\), got 2 rows"):
-        gated_delta_rule_prefill(*map(jnp.asarray, inputs), pool, 0, pack([2]), chunks, row, row)
+        gated_delta_rule_prefill(*map(jnp.asarray, inputs), pool, rows)
     with pytest.raises(UnsupportedError, match=r"chunk_size must be one of .*, got 24"):
         run(chunk=24, implementation="triton")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.common import IMPLEMENTATIONS, how
+from kernels.common import IMPLEMENTATIONS, run_by
 
 from pallas_kernels import least_kept
 from pallas_kernels.least_kept.config import Config, default_config
@@ -26,7 +26,7 @@ def test_what_is_kept_follows_the_definitions(data, implementation):
     given = np.zeros((2, 10), np.float32)  # The other row and the padding, which weighs nothing, change nothing.
     given[0, : len(weights)], given[1] = weights, data.draw(numbers)
     options = jnp.array([top_k, 1], jnp.int32), jnp.array([top_p, 1], jnp.float32)
-    least = float(least_kept(jnp.asarray(given), *options, **how(implementation))[0])
+    least = float(least_kept(jnp.asarray(given), *options, run=run_by(implementation))[0])
     left = np.array([own for own in weights if not top_k or (weights > own).sum() < top_k])
     for own in weights[weights > 0]:
         kept = own in left and (top_p == 1 or left[left > own].sum() < top_p * left.sum())
@@ -47,7 +47,7 @@ def draw(rng, rows, tokens, scale):
 def test_large_vocabularies_are_cut_as_sorting_cuts_them(rng, scale, rows, implementation):
     """Weights from 1 to the smallest floats; no sum is near its limit. Few rows and many have kernels of their own."""
     weights, top_k, top_p = draw(rng, rows, 50_000, scale)
-    found = np.asarray(least_kept(*map(jnp.asarray, (weights, top_k, top_p)), **how(implementation)))
+    found = np.asarray(least_kept(*map(jnp.asarray, (weights, top_k, top_p)), run=run_by(implementation)))
     for row, k, p, least in zip(weights.astype(np.float64), top_k, top_p, found, strict=True):
         left = np.sort(row)[::-1][: k or len(row)]
         before = np.cumsum(left) - left
@@ -66,14 +66,14 @@ def test_any_number_of_tokens_is_searched_to_its_last_one(rng, tokens, implement
         wanted = np.sort(weights)[::-1][top_k - 1]
         weights[[-1, np.argmax(weights == wanted)]] = weights[[np.argmax(weights == wanted), -1]]
         arguments = jnp.asarray(weights[None]), jnp.array([top_k], jnp.int32), jnp.ones(1, jnp.float32)
-        assert float(least_kept(*arguments, **how(implementation))[0]) == wanted
+        assert float(least_kept(*arguments, run=run_by(implementation))[0]) == wanted
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_do_not_influence_each_other(rng, implementation):
     weights, top_k, top_p = map(jnp.asarray, draw(rng, 4, 3000, 2.0))
-    wanted = np.asarray(least_kept(weights, top_k, top_p, **how(implementation)))
-    others = least_kept(weights.at[1].set(jnp.nan), top_k, top_p.at[1].set(jnp.nan), **how(implementation))
+    wanted = np.asarray(least_kept(weights, top_k, top_p, run=run_by(implementation)))
+    others = least_kept(weights.at[1].set(jnp.nan), top_k, top_p.at[1].set(jnp.nan), run=run_by(implementation))
     np.testing.assert_array_equal(np.delete(wanted, 1), np.delete(np.asarray(others), 1))
 
 
@@ -82,8 +82,8 @@ def test_no_configuration_changes_what_is_kept(rng, config):
     """The limits lie half a weight away from every sum, and the weights are a power of two."""
     weights = jnp.asarray(2.0 ** -rng.integers(0, 12, (3, 700)), jnp.float32)
     arguments = weights, jnp.array([0, 40, 5], jnp.int32), jnp.array([0.61, 1.0, 0.33], jnp.float32)
-    wanted = least_kept(*arguments, implementation="xla")
-    found = least_kept(*arguments, config=config, **how("interpret"))
+    wanted = least_kept(*arguments, run=run_by("xla"))
+    found = least_kept(*arguments, run=run_by("interpret", config))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
@@ -100,7 +100,7 @@ def test_xla_code_neither_sorts_nor_loops():
         jax.ShapeDtypeStruct((4, 1000), jnp.float32),
         *(jax.ShapeDtypeStruct((4,), dtype) for dtype in ("int32", "float32")),
     )
-    program = str(jax.make_jaxpr(functools.partial(least_kept, implementation="xla"))(*arguments))
+    program = str(jax.make_jaxpr(functools.partial(least_kept, run=run_by("xla")))(*arguments))
     assert "reduce" in program
     for name in ("sort", "top_k", "while", "scan", "cond"):
         assert f" {name}[" not in program

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_close, how
+from kernels.common import IMPLEMENTATIONS, assert_close, run_by
 from kernels.lowered_cases import on
 from oracles.ops import linear as oracle
 
@@ -31,13 +31,13 @@ def test_products_match_the_oracle(rng, shape, is_gated, dtype, implementation):
     width = shape[2] // (1 + is_gated)
     parts = (width - 12, 5, 7)
     for added in (None, bias):
-        out = linear(x, weight, added, is_gated=is_gated, parts=parts, **how(implementation))
+        out = linear(x, weight, added, is_gated=is_gated, parts=parts, run=run_by(implementation))
         assert [(y.shape, y.dtype) for y in out] == [((shape[0], size), dtype) for size in parts]
         wanted = oracle(x, weight, added, is_gated)
         # XLA rounds the products of many tokens before it adds the bias and gates them.
         roundings = 4 if implementation == "xla" and shape[0] > MAX_TOKENS else 1
         assert_close(np.concatenate(out, axis=1) / roundings, wanted / roundings, dtype, shape[1], "product")
-    (out,) = linear(x, weight, is_gated=is_gated, out_dtype="float32", **how(implementation))
+    (out,) = linear(x, weight, is_gated=is_gated, out_dtype="float32", run=run_by(implementation))
     assert out.dtype == jnp.float32
     assert_close(out, oracle(x, weight, None, is_gated), jnp.float32, shape[1], "float32")
 
@@ -49,7 +49,7 @@ def test_total_of_the_sums_is_the_product(rng, shape, dtype, implementation):
     x, weight, _ = draw(rng, dtype, *shape)
     for shares in (1, 2, 8):  # of which the last ones may have no inputs
         config = None if implementation == "xla" else Config(16, 16, 32, shares, 4, 2)
-        sums = linear_sums(x, weight, config=config, **how(implementation))
+        sums = linear_sums(x, weight, run=run_by(implementation, config))
         assert sums.dtype == (dtype if implementation == "xla" and shape[0] > MAX_TOKENS else jnp.float32)
         assert sums.shape[1:] == (shape[0], shape[2])
         assert implementation == "xla" or sums.shape[0] == shares
@@ -66,7 +66,7 @@ def test_narrower_inputs_of_float32_weights_are_multiplied_in_float32(rng, dtype
     x = x.astype(dtype)
     for op, operands in ((linear, (weight, bias)), (linear_sums, (weight,))):
         found, wanted = (
-            jax.tree.leaves(op(y, *operands, **how(implementation)))[0] for y in (x, x.astype(jnp.float32))
+            jax.tree.leaves(op(y, *operands, run=run_by(implementation)))[0] for y in (x, x.astype(jnp.float32))
         )
         assert found.dtype == jnp.float32
         if implementation != "triton":
@@ -79,8 +79,8 @@ def test_narrower_inputs_of_float32_weights_are_multiplied_in_float32(rng, dtype
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_tokens_do_not_influence_each_other(rng, dtype, implementation):
     x, weight, bias = draw(rng, dtype, 20, 96, 64)
-    (out,) = linear(x, weight, bias, **how(implementation))
-    (other,) = linear(x.at[3].set(jnp.nan).at[7].set(5), weight, bias, **how(implementation))
+    (out,) = linear(x, weight, bias, run=run_by(implementation))
+    (other,) = linear(x.at[3].set(jnp.nan).at[7].set(5), weight, bias, run=run_by(implementation))
     kept = np.delete(np.arange(20), [3, 7])
     np.testing.assert_array_equal(np.asarray(out[kept]), np.asarray(other[kept]))
     assert np.isnan(np.asarray(other[3], np.float32)).all()
@@ -90,7 +90,7 @@ def test_every_configuration_computes_the_same(rng):
     x, weight, bias = draw(rng, jnp.float32, 20, 100, 90)
     wanted = oracle(x, weight, bias)
     for config in (Config(16, 16, 16, 1, 2, 1), Config(32, 32, 64, 2, 4, 3), Config(64, 128, 128, 4, 8, 2)):
-        out = linear(x, weight, bias, parts=(60, 30), config=config, **how("interpret"))
+        out = linear(x, weight, bias, parts=(60, 30), run=run_by("interpret", config))
         assert_close(np.concatenate(out, axis=1), wanted, jnp.float32, 100, str(config))
 
 
@@ -109,11 +109,10 @@ def test_configurations_of_a_single_token_match_the_oracle(rng, inputs, dtype, i
                 bias,
                 is_gated=is_gated,
                 parts=(40, 5 if is_gated else 50),
-                config=config,
-                **how(implementation),
+                run=run_by(implementation, config),
             )
             assert_close(np.concatenate(out, axis=1), oracle(x, weight, bias, is_gated), dtype, inputs, str(config))
-        sums = linear_sums(x, weight, config=config, **how(implementation))
+        sums = linear_sums(x, weight, run=run_by(implementation, config))
         assert (sums.shape, sums.dtype) == ((shares, 1, 90), jnp.float32)
         assert_close(np.asarray(sums, np.float64).sum(axis=0), oracle(x, weight), jnp.float32, inputs, str(config))
 
@@ -156,7 +155,7 @@ def test_compiled_kernels_of_a_models_shapes_match_float64(rng):
     for tokens in (1, 16, 24, 64):
         for inputs, outputs, is_gated in ((2560, 12352, False), (2560, 18432, True), (9216, 2560, False)):
             x, weight, _ = draw(rng, jnp.bfloat16, tokens, inputs, outputs)
-            (out,) = linear(x, weight, is_gated=is_gated, implementation="triton")
+            (out,) = linear(x, weight, is_gated=is_gated, run=run_by("triton"))
             wanted = oracle(x, weight, None, is_gated)
             assert_close(out.astype(jnp.float32), wanted, jnp.bfloat16, inputs, f"{tokens} x {inputs} x {outputs}")
 

@@ -26,10 +26,13 @@ from kernels.lowered_cases import (
     lower_ssd,
     on,
     rows,
+    state_rows,
 )
 
 from benchmarks import deferred_delta_rule, deferred_mamba2, pipeline
 from pallas_kernels import (
+    Gates,
+    Run,
     gated_delta_rule_update,
     state_copy,
 )
@@ -77,7 +80,7 @@ def test_a_step_of_deferred_states_lowers_to_two_ops_per_layer_and_no_copy(draft
 
 
 def test_shift_of_windows_of_layout_ds_lowers_for_h200():
-    run = lambda *arguments: state_copy(*arguments, layout="DS", implementation="triton")
+    run = lambda *arguments: state_copy(*arguments, layout="DS", run=Run(implementation="triton"))
     pool = array(jnp.bfloat16, 30, 512, 8192, 3)
     assert "__gpu$xla.gpu.triton" in lower("NVIDIA H200", run, pool, *[rows(8)] * 3)
 
@@ -143,13 +146,13 @@ def test_updates_lower_by_mosaic_gpu(lower, case):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
-@pytest.mark.parametrize("options", [dict(scale=1, lower_bound=-5), dict(scale=np.float32(0.5))], ids=str)
+@pytest.mark.parametrize("options", [dict(scale=1, gates=Gates(lower_bound=-5)), dict(scale=np.float32(0.5))], ids=str)
 @pytest.mark.parametrize("name", ["float32", "float8_e4m3fn"])
 def test_the_update_takes_any_real_number_and_leaves_narrow_gates_to_triton(name, options):
     f32, heads = jnp.float32, array(name, 4)
     inputs = array(jnp.bfloat16, 8, 1024), array(f32, 8, 4), array(f32, 8, 4), heads, array(f32, 4)
-    given = *inputs, array(f32, 2, 9, 4, 128, 128), array(jnp.int32), rows(5), rows(4), array(jnp.int32, 4, 3)
-    run = lambda *x: gated_delta_rule_update(*x, **options, implementation="mosaic_gpu")
+    given = *inputs, array(f32, 2, 9, 4, 128, 128), state_rows(4, 3)
+    run = lambda *x: gated_delta_rule_update(*x, **options, run=Run(implementation="mosaic_gpu"))
     if name == "float32":
         assert "mosaic_gpu" in lower("NVIDIA H200", run, *given, donated=(5,))
         return

@@ -4,11 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, how
+from kernels.common import IMPLEMENTATIONS, run_by
 from kernels.mixtures import HIDDEN, SMALL, assert_is_mixture, draw_tokens, make
 from oracles import ops as oracle
 
-from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums, routed_experts_sums
+from pallas_kernels import (
+    Routing,
+    Run,
+    choose_experts,
+    mixture_of_experts,
+    mixture_of_experts_sums,
+    routed_experts_sums,
+)
 from pallas_kernels.mixture_of_experts import pallas_triton
 from pallas_kernels.mixture_of_experts._tiles import Tiles, tiles, tiles_by_kernels
 from pallas_kernels.mixture_of_experts.config import default_config
@@ -16,9 +23,9 @@ from pallas_kernels.mixture_of_experts.config import default_config
 NO_TILE = -2
 
 
-def options_of(implementation):
-    """The small configuration where the kernel runs."""
-    return how(implementation) | ({} if implementation == "xla" else dict(config=SMALL))
+def by_small_tiles(implementation):
+    """With the small configuration where the kernel runs."""
+    return run_by(implementation, None if implementation == "xla" else SMALL)
 
 
 def choose(rng, tokens, experts, top_k):
@@ -49,7 +56,7 @@ def test_mixture_of_experts_is_the_equation(rng, tokens, experts, top_k, activat
     factors[tokens // 2 :: 5] = np.nan
     x = jnp.asarray(x, dtype)
     arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
-    out = mixture_of_experts(*arguments, activation=activation, **options_of(implementation))
+    out = mixture_of_experts(*arguments, activation=activation, run=by_small_tiles(implementation))
     assert_is_mixture(x, weights, chosen, factors, out, activation)
 
 
@@ -62,7 +69,7 @@ def test_searched_and_sorted_tiles_give_the_same_bits(rng, implementation):
     factors = rng.uniform(0, 1, (tokens, 3)).astype(np.float32)
     arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
     searched, in_order = (
-        mixture_of_experts(*arguments, config=dataclasses.replace(SMALL, searched_pairs=pairs), **how(implementation))
+        mixture_of_experts(*arguments, run=run_by(implementation, dataclasses.replace(SMALL, searched_pairs=pairs)))
         for pairs in (1024, 0)
     )
     np.testing.assert_array_equal(searched, in_order)
@@ -104,7 +111,7 @@ def test_any_routing(rng, tokens, implementation):
     ):
         chosen, factors = chosen.astype(np.int32), rng.uniform(0, 1, (tokens, 2)).astype(np.float32)
         arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
-        out = mixture_of_experts(*arguments, **options_of(implementation))
+        out = mixture_of_experts(*arguments, run=by_small_tiles(implementation))
         assert_is_mixture(x, weights, np.where(chosen < 4, chosen, -1), factors, out)
 
 
@@ -115,7 +122,9 @@ def test_token_does_not_depend_on_other_tokens(rng, tokens, implementation, opti
     weights, x, chosen = make(rng, 4), draw_tokens(rng, tokens), choose(rng, tokens, 4, 2)
     factors = jnp.asarray(rng.uniform(0, 1, (tokens, 2)), jnp.float32)
     run = lambda x, chosen, factors: np.asarray(
-        mixture_of_experts(x, weights.up, weights.down, jnp.asarray(chosen), factors, **options_of(implementation))
+        mixture_of_experts(
+            x, weights.up, weights.down, jnp.asarray(chosen), factors, run=by_small_tiles(implementation)
+        )
     )
     together = run(x, chosen, factors)
     order = rng.permutation(tokens)
@@ -143,7 +152,7 @@ def test_total_of_the_sums_is_the_mixture(rng, tokens, experts, top_k, activatio
     x[1::5] = np.nan
     x = jnp.asarray(x, dtype)
     arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
-    sums = mixture_of_experts_sums(*arguments, activation=activation, **options_of(implementation))
+    sums = mixture_of_experts_sums(*arguments, activation=activation, run=by_small_tiles(implementation))
     assert (sums.shape, sums.dtype) == ((top_k, tokens, HIDDEN), dtype)
     sums = sums.astype(jnp.float32)
     # A pair without an expert has a share of zeros, whatever its token holds.
@@ -158,7 +167,9 @@ def test_sums_of_a_token_do_not_depend_on_other_tokens(rng, implementation, opti
     x, chosen = draw_tokens(rng, tokens), choose(rng, tokens, 4, 2)
     factors = jnp.asarray(rng.uniform(0, 1, (tokens, 2)), jnp.float32)
     run = lambda x, chosen, factors: np.asarray(
-        mixture_of_experts_sums(x, weights.up, weights.down, jnp.asarray(chosen), factors, **options_of(implementation))
+        mixture_of_experts_sums(
+            x, weights.up, weights.down, jnp.asarray(chosen), factors, run=by_small_tiles(implementation)
+        )
     )
     together, order = run(x, chosen, factors), rng.permutation(tokens)
     np.testing.assert_array_equal(run(x[order], chosen[order], factors[order]), together[:, order])
@@ -175,7 +186,7 @@ def test_sums_of_sorted_and_searched_pairs_have_the_same_bits(rng):
         searched, in_order = (
             mixture_of_experts_sums(
                 jnp.asarray(x), weights.up, weights.down, jnp.asarray(chosen_), factors,
-                config=config, **how("interpret"),
+                run=run_by("interpret", config),
             )
             for config in (SMALL, dataclasses.replace(SMALL, searched_pairs=0, rows=32, short_rows=16))
         )  # fmt: skip
@@ -214,9 +225,9 @@ def test_default_configuration(rng, tokens, activation, dtype):
         x, chosen = draw_tokens(rng, tokens, dtype, hidden), choose(rng, tokens, 16, 4)
         factors = rng.uniform(0, 1, (tokens, 4)).astype(np.float32)
         arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
-        out = mixture_of_experts(*arguments, activation=activation, implementation="triton")
+        out = mixture_of_experts(*arguments, activation=activation, run=run_by("triton"))
         assert_is_mixture(x, weights, chosen, factors, out, activation)
-        sums = mixture_of_experts_sums(*arguments, activation=activation, implementation="triton")
+        sums = mixture_of_experts_sums(*arguments, activation=activation, run=run_by("triton"))
         sums = sums.astype(jnp.float32).sum(axis=0).astype(dtype)
         assert_is_mixture(x, weights, chosen, factors, sums, activation)
 
@@ -234,8 +245,7 @@ def test_short_tiles_have_the_bits_of_whole_ones(rng, activation, dtype):
     assert chosen.size > config.searched_pairs
     run = lambda x, chosen, factors, config=config: np.asarray(
         mixture_of_experts_sums(
-            x, weights.up, weights.down, jnp.asarray(chosen), factors, activation=activation, config=config,
-            implementation="triton",
+            x, weights.up, weights.down, jnp.asarray(chosen), factors, activation=activation, run=run_by("triton", config),
         ).astype(jnp.float32)
     )  # fmt: skip
     together, order = run(x, chosen, factors), rng.permutation(tokens)
@@ -255,7 +265,7 @@ def test_weights_beyond_2_to_the_31_elements(rng, tokens):
     down = jnp.zeros((experts, hidden, size), jnp.bfloat16).at[-1].set(small.down[0])
     x, chosen = draw_tokens(rng, tokens, jnp.bfloat16, hidden), jnp.full((tokens, 1), experts - 1, jnp.int32)
     factors = jnp.ones((tokens, 1), jnp.float32)
-    out = mixture_of_experts(x, up, down, chosen, factors, implementation="triton")
+    out = mixture_of_experts(x, up, down, chosen, factors, run=run_by("triton"))
     assert_is_mixture(x, small, np.zeros((tokens, 1), np.int32), np.ones((tokens, 1)), out)
 
 
@@ -268,14 +278,13 @@ def test_routed_sums_are_those_of_the_chosen_experts(rng, scores, dtype, activat
     weights, x = make(rng, routed + shared, dtype, activation), draw_tokens(rng, tokens, dtype)
     logits = jnp.asarray(rng.normal(size=(2, tokens, routed + 1)), jnp.float32)
     bias = jnp.asarray(rng.normal(size=routed), jnp.float32)
-    options = dict(scores=scores, bias=bias, groups=4, top_groups=2, scale=2.5, logits_dtype=x.dtype.name)
-    options |= dict(shared=shared, shared_gate=True)
-    arguments = x, logits, weights.up, weights.down, top_k
-    sums = routed_experts_sums(*arguments, activation=activation, **options, **options_of(implementation))
+    options = dict(scores=scores, groups=4, top_groups=2, scale=2.5, shared=shared, shared_gate=True)
+    routing = Routing(top_k=top_k, logits_dtype=x.dtype.name, **options)
+    arguments = x, logits, weights.up, weights.down, routing
+    sums = routed_experts_sums(*arguments, bias=bias, activation=activation, run=by_small_tiles(implementation))
     assert (sums.shape, sums.dtype) == ((top_k + shared, tokens, HIDDEN), dtype)
-    chosen, factors = oracle.choose_experts(np.asarray(logits.sum(axis=0).astype(dtype).astype(jnp.float32)), top_k, **{
-        name: np.asarray(value) if name == "bias" else value for name, value in options.items() if name != "logits_dtype"
-    })  # fmt: skip
+    rounded = np.asarray(logits.sum(axis=0).astype(dtype).astype(jnp.float32))
+    chosen, factors = oracle.choose_experts(rounded, top_k, bias=np.asarray(bias), **options)
     total = sums.astype(jnp.float32).sum(axis=0).astype(dtype)
     assert_is_mixture(x, weights, chosen, factors.astype(np.float32), total, activation)
 
@@ -285,7 +294,8 @@ def test_sums_are_rounded_once_to_the_dtype_of_the_result(rng, implementation):
     weights, x, chosen = make(rng, 4, jnp.bfloat16), draw_tokens(rng, 20, jnp.bfloat16), choose(rng, 20, 4, 2)
     arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.ones((20, 2), jnp.float32)
     wide, narrow = (
-        mixture_of_experts(*arguments, out_dtype=dtype, **options_of(implementation)) for dtype in ("float32", None)
+        mixture_of_experts(*arguments, out_dtype=dtype, run=by_small_tiles(implementation))
+        for dtype in ("float32", None)
     )
     assert (wide.dtype, narrow.dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(wide.astype(jnp.bfloat16), narrow)
@@ -293,7 +303,7 @@ def test_sums_are_rounded_once_to_the_dtype_of_the_result(rng, implementation):
 
 def test_calls_without_tokens(rng):
     weights = make(rng, 2)
-    chosen, factors = choose_experts(jnp.zeros((0, 4)), 2)
+    chosen, factors = choose_experts(jnp.zeros((0, 4)), Routing(top_k=2))
     assert chosen.shape == factors.shape == (0, 2)
     arguments = draw_tokens(rng, 0), weights.up, weights.down, chosen, factors
     assert mixture_of_experts(*arguments).shape == (0, HIDDEN)
@@ -308,6 +318,7 @@ def test_calls_without_tokens(rng):
         (dict(up=jnp.zeros((2, 80, HIDDEN), jnp.bfloat16)), "must have the dtype of x, float32, got bfloat16 and"),
         (dict(chosen=jnp.zeros((3, 2), jnp.float32)), "chosen must be Int32"),
         (dict(weights=jnp.zeros((3, 1), jnp.float32)), "weights must be Float32"),
+        (dict(run=Run(config=SMALL.up)), r"run.config must be Config or None, got Product\("),
     ],
 )
 def test_bad_arguments(rng, change, message):

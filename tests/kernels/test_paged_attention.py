@@ -8,7 +8,7 @@ import pytest
 from kernels.attention_batches import DIMS, LAYER, Dims, assert_is_attention, make, same_bits
 from kernels.common import IMPLEMENTATIONS, assert_close, how, pack
 
-from pallas_kernels import UnsupportedError, paged_attention
+from pallas_kernels import Rows, Run, UnsupportedError, paged_attention
 from pallas_kernels.paged_attention._shares import Shares, best_unit
 from pallas_kernels.paged_attention.config import Config
 
@@ -375,15 +375,10 @@ def test_bad_arguments(rng, change, message):
 
 def test_heads_that_are_too_wide_run_as_xla():
     array = lambda *shape: jnp.zeros(shape, jnp.float32)
+    rows = Rows(query_start_loc=pack([1]), layer=0, num_computed_tokens=jnp.zeros(1, jnp.int32))
+    pages = array(1, 2, 16, 1, 2048)
     run = lambda **how: paged_attention(
-        array(1, 1, 2048),
-        array(1, 2, 16, 1, 2048),
-        array(1, 2, 16, 1, 2048),
-        0,
-        pack([1]),
-        jnp.zeros(1, jnp.int32),
-        jnp.ones((1, 1), jnp.int32),
-        **how,
+        array(1, 1, 2048), pages, pages, rows, jnp.ones((1, 1), jnp.int32), run=Run(**how)
     )
     with pytest.raises(UnsupportedError, match="keys of 2048 and values of 2048 dims"):
         run(implementation="triton")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels import grouped
 from kernels.attention_batches import LAYER, Dims, assert_is_attention, make, same_bits
 from kernels.common import assert_close, how, pack
 
@@ -156,5 +157,6 @@ def test_what_the_kernel_cannot_run_is_refused(options, message):
     pool = jnp.zeros((2, 3, options.pop("page_size", 64), 2, dim), jnp.bfloat16)
     arguments = dict(q=jnp.zeros((4, 4, dim), jnp.bfloat16), keys=pool, values=pool, layer=1) | options
     indices = dict(query_start_loc=pack([4]), num_computed_tokens=jnp.zeros(1, jnp.int32))
+    table = jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(UnsupportedError, match=message):
-        paged_attention(**arguments, **indices, page_table=jnp.zeros((1, 4), jnp.int32), implementation="mosaic_gpu")
+        grouped.call(paged_attention, **arguments, **indices, page_table=table, implementation="mosaic_gpu")

@@ -22,9 +22,9 @@ from kernels.chains import (
     oracle,
     whole,
 )
-from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, how, skip_if_unavailable
+from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, run_by, skip_if_unavailable
 
-from pallas_kernels import UnsupportedError, product_chain
+from pallas_kernels import Run, UnsupportedError, product_chain
 from pallas_kernels.product_chain import GatedNorm, Norm, Product, _schedule, api
 from pallas_kernels.product_chain.cases import Case, Mixture
 
@@ -36,10 +36,10 @@ BY_ONE_LAUNCH = [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM, BETWEEN_NORMS]
 BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in BY_ONE_LAUNCH]
 
 
-def check(rng, case, tokens=1, **options):
+def check(rng, case, tokens=1, run=Run()):
     """Compares a case with the oracle. What a step rounds differently travels on, so the bound grows with the steps."""
     (x, steps, residual), (wanted, wanted_total) = drawn_clearly(rng, case, tokens)
-    out, total = product_chain(x, steps, residual, parts=case.parts, **options)
+    out, total = product_chain(x, steps, residual, parts=case.parts, run=run)
     found = whole(out)
     assert found.shape == wanted.shape
     if case.parts:
@@ -67,13 +67,19 @@ SEPARATE += [
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[::2])
 @pytest.mark.parametrize(("case", "tokens"), [pytest.param(*each, id=f"{each[0].name}-{each[1]}") for each in SEPARATE])
 def test_separate_launches_match_the_oracle(rng, case, tokens, implementation):
-    check(rng, case, tokens, **how(implementation))
+    check(rng, case, tokens, run=run_by(implementation))
+
+
+def test_separate_launches_can_be_interpreted_and_have_no_configuration(rng):
+    check(rng, SMALL[0], 3, run=run_by("interpret"))
+    with pytest.raises(ValueError, match=r"product_chain: run\.config must be None, got 3"):
+        product_chain(*draw(rng, SMALL[0]), run=Run(config=3))
 
 
 @pytest.mark.parametrize("implementation", [MOSAIC_GPU])
 @pytest.mark.parametrize("case", BY_ONE_LAUNCH)
 def test_one_launch_matches_the_oracle(rng, case, implementation):
-    check(rng, case, **how(implementation))
+    check(rng, case, run=run_by(implementation))
 
 
 @pytest.mark.parametrize("implementation", [MOSAIC_GPU])
@@ -87,7 +93,7 @@ def test_one_launch_matches_the_oracle(rng, case, implementation):
     ],
 )
 def test_one_launch_of_several_tokens_matches_the_oracle(rng, case, tokens, implementation):
-    check(rng, case, tokens, **how(implementation))
+    check(rng, case, tokens, run=run_by(implementation))
 
 
 @pytest.mark.parametrize("implementation", [MOSAIC_GPU])
@@ -96,7 +102,7 @@ def test_tokens_of_one_launch_do_not_change_each_others_bits(rng, case, implemen
     """Nor does their number."""
     skip_if_unavailable(implementation)
     x, steps, residual = draw(rng, case, 16)
-    run = functools.partial(product_chain, parts=case.parts, implementation=implementation)
+    run = functools.partial(product_chain, parts=case.parts, run=run_by(implementation))
     wanted, wanted_total = run(x, steps, residual)
     for tokens in (2, 7, 8, 11):
         few = [changed(step, gate=step.gate[:tokens]) if isinstance(step, GatedNorm) else step for step in steps]
@@ -112,7 +118,7 @@ def test_tokens_that_are_not_finite_do_not_reach_others(rng, implementation):
     skip_if_unavailable(implementation)
     case = OF_TOKENS[1]
     x, steps, residual = draw(rng, case, 5)
-    run = functools.partial(product_chain, parts=case.parts, implementation=implementation)
+    run = functools.partial(product_chain, parts=case.parts, run=run_by(implementation))
     wanted, _ = run(x, steps, residual)
     found, total = run(x.at[3].set(jnp.nan), steps, residual)
     for part, clean in zip(found, wanted, strict=True):
@@ -130,7 +136,7 @@ def test_launches_that_follow_each_other_have_the_same_bits_as_alone(rng, number
     skip_if_unavailable(implementation)
     case = (ODD if tokens == 1 else OF_TOKENS)[number]
     arguments = [draw(rng, case, tokens) for _ in range(3)]
-    one = functools.partial(product_chain, implementation=implementation)
+    one = functools.partial(product_chain, run=run_by(implementation))
     alone = [jax.jit(one)(*given) for given in arguments]
 
     @jax.jit
@@ -151,10 +157,10 @@ def test_zeros_and_values_that_are_not_finite_arrive(rng, implementation):
     x, steps, residual = draw(rng, ODD[6])
     weight = steps[0].weight.at[:4].set(0.0).at[5].set(-0.0)
     steps = (Product(weight), steps[1])
-    _, total = product_chain(x, steps, residual, implementation=implementation)
+    _, total = product_chain(x, steps, residual, run=run_by(implementation))
     np.testing.assert_array_equal(total[0, :4], residual[0, :4])
     steps = (Product(weight.at[7].set(jnp.nan)), steps[1])
-    out, total = product_chain(x, steps, residual, implementation=implementation)
+    out, total = product_chain(x, steps, residual, run=run_by(implementation))
     assert np.flatnonzero(np.isnan(np.asarray(total, np.float32)[0])).tolist() == [7]
     assert np.isnan(np.asarray(out, np.float32)).all()
 
@@ -168,7 +174,7 @@ def test_a_gated_norm_takes_zeros_closed_gates_and_values_that_are_not_finite(rn
 
     def total(x, gate):
         steps = [dataclasses.replace(gated, gate=gate), *others]
-        return np.asarray(product_chain(x, steps, residual, implementation=implementation)[1], np.float32)
+        return np.asarray(product_chain(x, steps, residual, run=run_by(implementation))[1], np.float32)
 
     np.testing.assert_array_equal(total(jnp.zeros_like(x), gated.gate), residual)
     np.testing.assert_array_equal(total(x, jnp.full_like(gated.gate, -1e4)), residual)
@@ -185,9 +191,9 @@ def test_a_token_of_padding_gets_no_experts(rng, implementation, value):
     x, (*first, experts, norm), residual = draw(
         rng, Case("padding", (256, "norm", Mixture(8, 2, 256, 256), "norm"), 512)
     )
-    _, wanted = product_chain(x, first, residual, implementation=implementation)
+    _, wanted = product_chain(x, first, residual, run=run_by(implementation))
     experts = dataclasses.replace(experts, valid=jnp.array([False]), down=jnp.full_like(experts.down, value))
-    _, total = product_chain(x, [*first, experts, norm], residual, implementation=implementation)
+    _, total = product_chain(x, [*first, experts, norm], residual, run=run_by(implementation))
     np.testing.assert_array_equal(total, wanted)
 
 
@@ -270,7 +276,7 @@ def test_what_one_launch_cannot_run_is_refused(rng, changes, message):
     tokens = changes.pop("tokens", 1)
     case = Case("refused", **(dict(steps=(256, "norm", 256), inputs=256) | changes))
     with pytest.raises(UnsupportedError, match=message):
-        product_chain(*draw(rng, case, tokens), parts=case.parts, implementation="mosaic_gpu")
+        product_chain(*draw(rng, case, tokens), parts=case.parts, run=Run(implementation="mosaic_gpu"))
 
 
 def test_one_launch_of_several_tokens_refuses_mixed_dtypes_and_too_few_cores(rng):

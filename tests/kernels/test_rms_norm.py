@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_close, how
+from kernels.common import IMPLEMENTATIONS, assert_close, run_by
 from oracles.ops import add_rms_norm as oracle
 
 from pallas_kernels import UnsupportedError, add_rms_norm
@@ -28,7 +28,7 @@ def draw(rng, tokens, channels, shares, dtype="float32", addend_dtype="float32")
 def test_sum_and_norm_match_the_oracle(rng, shape, dtype, addend_dtype, out_dtype, implementation):
     arguments = draw(rng, *shape, dtype, addend_dtype)
     for options in (dict(epsilon=1e-6), dict(epsilon=0.1, offset=1.0, scale=0.22)):
-        total, normed = add_rms_norm(*arguments, **options, out_dtype=out_dtype, **how(implementation))
+        total, normed = add_rms_norm(*arguments, **options, out_dtype=out_dtype, run=run_by(implementation))
         assert (total.dtype, normed.dtype) == (dtype, out_dtype or dtype)
         wanted, _ = oracle(*arguments, **options)
         assert_close(total, wanted, total.dtype, shape[2], "total")
@@ -40,8 +40,8 @@ def test_sum_and_norm_match_the_oracle(rng, shape, dtype, addend_dtype, out_dtyp
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_tokens_do_not_influence_each_other(rng, implementation):
     x, addend, weight = draw(rng, 6, 100, 2)
-    results = add_rms_norm(x, addend, weight, epsilon=1e-6, **how(implementation))
-    others = add_rms_norm(x.at[2].set(jnp.nan), addend, weight, epsilon=1e-6, **how(implementation))
+    results = add_rms_norm(x, addend, weight, epsilon=1e-6, run=run_by(implementation))
+    others = add_rms_norm(x.at[2].set(jnp.nan), addend, weight, epsilon=1e-6, run=run_by(implementation))
     kept = np.array([0, 1, 3, 4, 5])
     for a, b in zip(results, others, strict=True):
         np.testing.assert_array_equal(np.asarray(a[kept]), np.asarray(b[kept]))
@@ -50,8 +50,8 @@ def test_tokens_do_not_influence_each_other(rng, implementation):
 
 def test_number_of_warps_changes_nothing(rng):
     arguments = draw(rng, 3, 300, 2)
-    wanted = add_rms_norm(*arguments, epsilon=1e-6, **how("interpret"))
-    found = add_rms_norm(*arguments, epsilon=1e-6, config=Config(num_warps=1), **how("interpret"))
+    wanted = add_rms_norm(*arguments, epsilon=1e-6, run=run_by("interpret"))
+    found = add_rms_norm(*arguments, epsilon=1e-6, run=run_by("interpret", Config(num_warps=1)))
     for a, b in zip(wanted, found, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -73,4 +73,4 @@ def test_errors_name_the_bad_argument():
         add_rms_norm(x, addend[:0], weight, epsilon=1e-6)
     wide = jnp.zeros((1, 40000))
     with pytest.raises(UnsupportedError, match="x must have at most 32768 channels, got 40000"):
-        add_rms_norm(wide, wide[None], wide[0], epsilon=1e-6, implementation="triton")
+        add_rms_norm(wide, wide[None], wide[0], epsilon=1e-6, run=run_by("triton"))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, how
+from kernels.grouped import call
 from kernels.rotations import DIMS, EPSILON, LAYER, OFFSET, assert_is_right, make, same_bits
 
 from pallas_kernels import rotate, rotate_and_store
@@ -16,21 +17,21 @@ from pallas_kernels.rotary.config import Config
 @pytest.mark.parametrize("dims", [pytest.param(name, marks=pytest.mark.gpu if " of " in name else ()) for name in DIMS])
 def test_heads_are_normed_rotated_and_stored(rng, dims, dtype, implementation):
     arguments = make(rng, DIMS[dims], dtype=dtype)
-    assert_is_right(arguments, rotate_and_store(**arguments, **how(implementation)))
+    assert_is_right(arguments, call(rotate_and_store, **arguments, **how(implementation)))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_heads_after_the_queries_are_not_read(rng, implementation):
     arguments = make(rng, DIMS["part, normed and gated"])
     wide = jnp.pad(arguments["q"], ((0, 0), (0, 2), (0, 0)), constant_values=jnp.nan)
-    results = rotate_and_store(**arguments | dict(q=wide, heads=4), **how(implementation))
+    results = call(rotate_and_store, **arguments | dict(q=wide, heads=4), **how(implementation))
     assert_is_right(arguments, results)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_may_have_another_dtype(rng, implementation):
     arguments = make(rng, DIMS["odd"], dtype=jnp.float32, pool_dtype=jnp.bfloat16)
-    assert_is_right(arguments, rotate_and_store(**arguments, **how(implementation)))
+    assert_is_right(arguments, call(rotate_and_store, **arguments, **how(implementation)))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
@@ -38,7 +39,7 @@ def test_pages_may_have_another_dtype(rng, implementation):
 def test_every_configuration_is_right(rng, config, implementation):
     for dims in ("part, normed and gated", "odd"):
         arguments = make(rng, DIMS[dims])
-        assert_is_right(arguments, rotate_and_store(**arguments, config=config, **how(implementation)))
+        assert_is_right(arguments, call(rotate_and_store, **arguments, config=config, **how(implementation)))
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,11 @@ def test_every_configuration_is_right(rng, config, implementation):
 def test_token_does_not_depend_on_other_tokens(rng, dims, dtype, implementation, optimized_programs):
     """Each token alone, and among many: the same bits."""
     arguments = make(rng, DIMS[dims], tokens=20, dtype=dtype)
-    queries, keys, values = rotate_and_store(**arguments, **how(implementation))
+    queries, keys, values = call(rotate_and_store, **arguments, **how(implementation))
     of_tokens = "q", "k", "v", "cos", "sin", "kv_page", "kv_offset"
     for token in (0, 7, 19):
         alone = {name: arguments[name][token : token + 1] for name in of_tokens}
-        query, key, value = rotate_and_store(**arguments | alone, **how(implementation))
+        query, key, value = call(rotate_and_store, **arguments | alone, **how(implementation))
         place = LAYER, alone["kv_page"][0], alone["kv_offset"][0]
         same_bits(query[0], queries[token])
         same_bits(key[place], keys[place])
@@ -69,7 +70,7 @@ def test_donated_pages_are_updated_in_place(rng, implementation):
     arguments = make(rng, DIMS["whole, not normed"])
     pools = {name: arguments.pop(name) for name in ("keys", "values")}
     run = jax.jit(
-        lambda pools, arguments: rotate_and_store(**pools, **arguments, **how(implementation)), donate_argnums=0
+        lambda pools, arguments: call(rotate_and_store, **pools, **arguments, **how(implementation)), donate_argnums=0
     )
     memory = run.lower(pools, arguments).compile().memory_analysis()
     assert memory.alias_size_in_bytes == sum(pool.nbytes for pool in pools.values())
@@ -84,14 +85,14 @@ def test_pages_beyond_2_to_the_31_elements(rng):
     pages = 2**31 // page_elements + 4
     arguments = make(rng, dims, tokens=1, dtype=jnp.bfloat16, page_size=page_size)
     page, place = arguments["kv_page"][0], arguments["kv_offset"][0]
-    _, *small = rotate_and_store(**arguments, implementation="xla")
+    _, *small = call(rotate_and_store, **arguments, implementation="xla")
     kv_page = jnp.asarray([pages - 1, pages, -1, 2**31 - 1], jnp.int32)
     pools = {
         name: jnp.zeros((1, pages, page_size, dims.kv_heads, dims.dim), jnp.bfloat16) for name in ("keys", "values")
     }
     arguments = {name: x for name, x in arguments.items() if name not in pools} | dict(kv_page=kv_page, layer=0)
     run = jax.jit(
-        lambda pools, arguments: rotate_and_store(**pools, **arguments, implementation="triton"), donate_argnums=0
+        lambda pools, arguments: call(rotate_and_store, **pools, **arguments, implementation="triton"), donate_argnums=0
     )
     _, *large = run(pools, arguments)
     wrapped = ((pages - 1) * page_elements - 2**31) // page_elements
@@ -104,7 +105,7 @@ def test_pages_beyond_2_to_the_31_elements(rng):
 def test_calls_without_tokens(rng):
     arguments = make(rng, DIMS["odd"])
     of_tokens = "q", "k", "v", "cos", "sin", "kv_page", "kv_offset"
-    queries, keys, values = rotate_and_store(**arguments | {name: arguments[name][:0] for name in of_tokens})
+    queries, keys, values = call(rotate_and_store, **arguments | {name: arguments[name][:0] for name in of_tokens})
     assert queries.shape == (0, 7, 21)
     same_bits(keys, arguments["keys"])
     same_bits(values, arguments["values"])
@@ -112,7 +113,7 @@ def test_calls_without_tokens(rng):
 
 def test_rotate_computes_the_same_heads(rng):
     arguments = make(rng, DIMS["part, normed and gated"])
-    _, keys, _ = rotate_and_store(**arguments, implementation="xla")
+    _, keys, _ = call(rotate_and_store, **arguments, implementation="xla")
     k, cos, sin, weight = (arguments[name] for name in ("k", "cos", "sin", "k_weight"))
     rotated = rotate(k, cos, sin, weight, epsilon=EPSILON, offset=OFFSET)
     stored = np.asarray(keys[LAYER, arguments["kv_page"][:5], arguments["kv_offset"][:5]], np.float64)
@@ -130,12 +131,14 @@ def test_rotate_computes_the_same_heads(rng):
         (dict(cos=None), "cos and sin must be given together, got only sin"),
         (dict(cos=jnp.zeros((8, 17)), sin=jnp.zeros((8, 17))), "cos must have from 1 to 16 pairs, got 17"),
         (dict(cos=jnp.zeros((8, 0)), sin=jnp.zeros((8, 0))), "cos must have from 1 to 16 pairs, got 0"),
-        (dict(kv_page=jnp.zeros(7, jnp.int32)), "kv_page must be Int32"),
-        (dict(q_weight=jnp.zeros(31)), "q_weight must be Float"),
-        (dict(layer=1.5), "layer must be"),
-        (dict(implementation="cuda"), "implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got 'cuda'"),
+        (dict(kv_page=jnp.zeros(7, jnp.int32)), "indices.page must be Int32"),
+        (dict(q_weight=jnp.zeros(31)), "norms.q_weight must be Float"),
+        (dict(layer=1.5), "indices.layer must be"),
+        (dict(layer=2), r"indices.layer must be in \[0, 2\), got 2"),
+        (dict(epsilon="1"), "norms.epsilon must be float, got '1'"),
+        (dict(implementation="cuda"), "run.implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got 'cuda'"),
     ],
 )
 def test_bad_arguments(rng, change, message):
     with pytest.raises(ValueError, match=message):
-        rotate_and_store(**make(rng, DIMS["part, normed and gated"]) | change)
+        call(rotate_and_store, **make(rng, DIMS["part, normed and gated"]) | change)

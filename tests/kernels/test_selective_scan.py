@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, pack, run_by
+from kernels.state_space_rows import rows_at
 from oracles.ops import selective_state_update as oracle
 
-from pallas_kernels import selective_scan, selective_state_update
+from pallas_kernels import RowCheckpoints, Run, selective_scan, selective_state_update
 from pallas_kernels.selective_scan.config import Config, default_config
 
 LAYER, LAYERS, BLOCKS = 1, 2, 24
@@ -39,8 +40,7 @@ def make(
 
 def how_scan(implementation, unroll=2):
     # In interpret mode the tokens of a turn are unrolled at compile time, so few of them compile faster.
-    small = dict(config=Config(32, 4, unroll, 1)) if implementation == "interpret" else {}
-    return how(implementation) | small
+    return run_by(implementation, Config(32, 4, unroll, 1) if implementation == "interpret" else None)
 
 
 def state_of(pool, block):
@@ -71,14 +71,12 @@ def assert_scan_matches_the_oracle(
     for r, column, offset, block in saved:
         offsets[r, column], blocks[r, column] = offset, block
     offsets[-1], blocks[-1] = 1, BLOCKS - 2  # a padding row
-    at = pack(lengths, 1), jnp.array([*read, 5]), jnp.array([*write, BLOCKS - 1])
-    checkpoints = (jnp.asarray(offsets), jnp.asarray(blocks)) if saved else ()
-    out, after = selective_scan(
-        *arguments, pool, LAYER, *at, *checkpoints, **fixed, **options, **how_scan(implementation)
-    )
+    checkpoints = RowCheckpoints(offset=jnp.asarray(offsets), block=jnp.asarray(blocks)) if saved else None
+    at = rows_at(pack(lengths, 1), jnp.array([*read, 5]), jnp.array([*write, BLOCKS - 1]), checkpoints=checkpoints)
+    out, after = selective_scan(*arguments, pool, at, **fixed, **options, run=how_scan(implementation))
     assert out.dtype == dtype
     out, arguments, fixed, written = *in_float64((out, arguments, fixed)), []
-    for r, (n, first) in enumerate(zip(lengths, at[0], strict=False)):
+    for r, (n, first) in enumerate(zip(lengths, at.query_start_loc, strict=False)):
         tokens = slice(int(first), int(first) + n)
         alone, kept = of_tokens(tokens, arguments, fixed)
         initial = state_of(pool, read[r])
@@ -147,9 +145,10 @@ def test_split_anywhere_is_bit_identical(rng, implementation):
 
     @jax.jit
     def run(arguments, options, pool, length, read, write, offset):
-        rows = jnp.stack([length * 0, length]), read[None], write[None], offset[None, None], jnp.array([[9]])
+        checkpoints = RowCheckpoints(offset=offset[None, None], block=jnp.array([[9]]))
+        rows = rows_at(jnp.stack([length * 0, length]), read[None], write[None], checkpoints=checkpoints)
         # In interpret mode XLA may round one unrolled token differently from another, so a turn has only one.
-        return selective_scan(*arguments, pool, LAYER, *rows, **options, **how_scan(implementation, unroll=1))
+        return selective_scan(*arguments, pool, rows, **options, run=how_scan(implementation, unroll=1))
 
     ints = lambda *values: [jnp.int32(v) for v in values]
     whole, after = run(arguments, options, pool, *ints(n, 3, 6, n))
@@ -175,7 +174,7 @@ def test_a_row_depends_on_that_row_alone(rng, implementation):
     loc = np.asarray(pack(lengths))
     run = jax.jit(
         lambda arguments, options, *rows: selective_scan(
-            *arguments, pool, LAYER, *rows, **options, **how_scan(implementation)
+            *arguments, pool, rows_at(*rows), **options, run=how_scan(implementation)
         )
     )
 
@@ -217,8 +216,9 @@ def test_a_checkpoint_does_not_depend_on_the_tokens_after_it(rng, value, impleme
 
     @jax.jit
     def run(arguments, length, offset, block):
-        rows = jnp.stack([length * 0, length]), jnp.array([3]), jnp.array([6]), offset[None, None], block[None, None]
-        return selective_scan(*arguments, pool, LAYER, *rows, **options, **how_scan(implementation, unroll=4))[1]
+        checkpoints = RowCheckpoints(offset=offset[None, None], block=block[None, None])
+        rows = rows_at(jnp.stack([length * 0, length]), jnp.array([3]), jnp.array([6]), checkpoints=checkpoints)
+        return selective_scan(*arguments, pool, rows, **options, run=how_scan(implementation, unroll=4))[1]
 
     ints = lambda *values: [jnp.int32(v) for v in values]
     wanted = run(arguments, *ints(kept, 0, 0))[LAYER, 6]
@@ -230,14 +230,14 @@ def test_a_checkpoint_does_not_depend_on_the_tokens_after_it(rng, value, impleme
 def test_a_chunk_may_follow_a_verify_step(rng, implementation):
     """A chunk after a verify step with two of three tokens accepted continues as if five tokens had run in one call."""
     arguments, pool, options = make(rng, [6], extra_tokens=0)
-    one, kind = (lambda v: jnp.array([v])), how_scan(implementation)
+    one, kind = (lambda v: jnp.array([v])), dict(run=how_scan(implementation))
     given, kept = of_tokens(jnp.array([0, 1, 3, 4, 5]), arguments, options)
-    whole, after = selective_scan(*given, pool, LAYER, pack([5]), one(3), one(6), **kept, **kind)
+    whole, after = selective_scan(*given, pool, rows_at(pack([5]), one(3), one(6)), **kept, **kind)
     given, kept = of_tokens(slice(0, 3), arguments, options)
-    blocks = jnp.array([[7, 8, 9]])
-    _, pool = selective_state_update(*given, pool, LAYER, pack([3]), one(3), blocks, **kept, **how(implementation))
+    rows = rows_at(pack([3]), one(3), jnp.array([[7, 8, 9]]))
+    _, pool = selective_state_update(*given, pool, rows, **kept, run=run_by(implementation))
     given, kept = of_tokens(slice(3, 6), arguments, options)
-    chunk, pool = selective_scan(*given, pool, LAYER, pack([3]), one(8), one(10), **kept, **kind)
+    chunk, pool = selective_scan(*given, pool, rows_at(pack([3]), one(8), one(10)), **kept, **kind)
     assert_close(chunk, np.asarray(whole[2:], np.float64), jnp.float32, 4 * 6 * 16, "outputs")
     assert_close(state_of(pool, 10), state_of(after, 6), jnp.float32, 4 * 6 * 16, "state")
 
@@ -245,9 +245,9 @@ def test_a_chunk_may_follow_a_verify_step(rng, implementation):
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 def test_every_config_computes_the_same_numbers(rng, implementation):
     arguments, pool, options = make(rng, [1, 7], DIMS["odd"])
-    rows = pack([1, 7]), jnp.array([3, 0]), jnp.array([6, 7])
+    rows = rows_at(pack([1, 7]), jnp.array([3, 0]), jnp.array([6, 7]))
     results = [
-        selective_scan(*arguments, pool, LAYER, *rows, **options, config=Config(*config), **how(implementation))
+        selective_scan(*arguments, pool, rows, **options, run=run_by(implementation, Config(*config)))
         for config in ((4, 16, 1, 1), (8, 32, 3, 2))
     ]
     for out, after in results[1:]:
@@ -259,8 +259,8 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 def test_a_state_whose_dims_are_no_power_of_two_matches_the_oracle_by_default(rng, implementation):
     arguments, pool, options = make(rng, [3], (1, 5, 120, 1), extra_tokens=0)
-    row = pack([3]), jnp.array([3]), jnp.array([6])
-    out, after = selective_scan(*arguments, pool, LAYER, *row, **options, **how(implementation))
+    row = rows_at(pack([3]), jnp.array([3]), jnp.array([6]))
+    out, after = selective_scan(*arguments, pool, row, **options, run=run_by(implementation))
     wanted, states = oracle(*in_float64(arguments), state_of(pool, 3), **in_float64(options))
     assert_close(out, wanted, jnp.float32, 4 * 4 * 120, "outputs")
     assert_close(state_of(after, 6), states[-1], jnp.float32, 4 * 4 * 120, "state")
@@ -290,13 +290,13 @@ def test_scan_reaches_blocks_beyond_2_to_the_31_elements(rng):
     fill = lambda: jnp.zeros((1, blocks, 1, 8192, 16)).at[0, last].set(small[LAYER, 3]).at[0, wrapped].set(7.0)
     step = jax.jit(
         lambda pool, block: selective_scan(
-            *arguments, pool, 0, pack([5]), block, block, **options, implementation="triton"
+            *arguments, pool, rows_at(pack([5]), block, block, layer=0), **options, run=run_by("triton")
         ),
         donate_argnums=0,
     )
     out, pool = step(jax.jit(fill)(), jnp.array([last]))
-    rows = pack([5]), jnp.array([3]), jnp.array([3])
-    wanted, after = selective_scan(*arguments, small, LAYER, *rows, **options, implementation="xla")
+    rows = rows_at(pack([5]), jnp.array([3]), jnp.array([3]))
+    wanted, after = selective_scan(*arguments, small, rows, **options, run=run_by("xla"))
     assert_close(out, np.asarray(wanted, np.float64), jnp.float32, 4 * 6 * 16, "outputs")
     assert_close(pool[0, last], state_of(after, 3), jnp.float32, 4 * 6 * 16, "state")
     assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
@@ -304,10 +304,10 @@ def test_scan_reaches_blocks_beyond_2_to_the_31_elements(rng):
 
 def test_scan_differentiates(rng):
     (x, dt, A, B, C), pool, options = make(rng, [5, 2], (1, 4, 4, 1), extra_tokens=2)
-    rows = pack([5, 2], 1), jnp.array([3, 4, 0]), jnp.array([6, 7, 0])
+    rows = rows_at(pack([5, 2], 1), jnp.array([3, 4, 0]), jnp.array([6, 7, 0]))
 
     def loss(x, A):
-        out, after = selective_scan(x, dt, A, B, C, pool, LAYER, *rows, **options, implementation="xla")
+        out, after = selective_scan(x, dt, A, B, C, pool, rows, **options, run=run_by("xla"))
         return jnp.sum(out**2) + jnp.sum(after[LAYER, 6] ** 2)
 
     at = x[:7], A
@@ -321,7 +321,7 @@ def test_scan_differentiates(rng):
 def test_empty_arrays_return_at_once(rng):
     arguments, pool, options = make(rng, [2])
     none = jnp.zeros((0,), jnp.int32)
-    out, after = selective_scan(*arguments, pool, 0, pack([]), none, none, **options)
+    out, after = selective_scan(*arguments, pool, rows_at(pack([]), none, none), **options)
     assert out.shape == arguments[0].shape
     assert not out.any()
     assert after is pool
@@ -330,8 +330,8 @@ def test_empty_arrays_return_at_once(rng):
 def test_errors_name_the_bad_argument(rng):
     (x, dt, A, B, C), pool, _ = make(rng, [2], DIMS["heads"])
     row = jnp.array([1])
-    scan = lambda *checkpoints, dt=dt, A=A, B=B, C=C, **options: selective_scan(
-        x, dt, A, B, C, pool, 0, pack([2]), row, row, *checkpoints, **options
+    scan = lambda checkpoints=None, dt=dt, A=A, B=B, C=C, **options: selective_scan(
+        x, dt, A, B, C, pool, rows_at(pack([2]), row, row, checkpoints=checkpoints), **options
     )
     with pytest.raises(ValueError, match="dt must be Float"):
         scan(dt=dt[:, :2])
@@ -343,7 +343,7 @@ def test_errors_name_the_bad_argument(rng):
         scan(B=jnp.concatenate([B, B[:, :1]], 1), C=jnp.concatenate([C, C[:, :1]], 1))
     with pytest.raises(ValueError, match="D must be Float"):
         scan(D=jnp.zeros(3))
-    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block must be given together, got only"):
-        scan(row[None])
+    with pytest.raises(ValueError, match=r"rows.checkpoints.block must be Int32\[rows checkpoints\], got None"):
+        scan(RowCheckpoints(offset=row[None], block=None))
     with pytest.raises(ValueError, match="implementation must be"):
-        scan(implementation="cuda")
+        scan(run=Run(implementation="cuda"))

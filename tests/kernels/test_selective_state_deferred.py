@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, how, skip_if_unavailable
+from kernels import grouped
+from kernels.common import MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, run_by, skip_if_unavailable
 from kernels.deferred_mamba2_rows import DIMS, Kind
 from kernels.deferred_phases import check_rows_in_every_phase
-from kernels.deferred_rows import EVERY, LAYER, exact, two_rows
+from kernels.deferred_rows import EVERY, LAYER, exact, rows_of, two_rows
 from kernels.deferred_schedules import assert_same_bits, schedules, serve
 
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.selective_state_update.deferred import selective_state_deferred
+from pallas_kernels.selective_state_update.deferred import Mamba2Entries, selective_state_deferred
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig
 
 KINDS = [
@@ -160,14 +161,14 @@ def test_a_call_without_tokens_folds(rng, implementation):
         rows = ints(0, 1), ints(0), ints(0), ints(t), ints(0), ints(0)
         _, *arrays = sequences.call([(0, t)], arrays, rows, implementation)
     _, states = sequences.oracle(0, slice(None), np.zeros(pool.shape[2:]))
-    rows = ints(0, 0), ints(0), ints(0), ints(17), ints(0), ints(3)
+    rows = rows_of((ints(0, 0), ints(0), ints(0), ints(17), ints(0), ints(3)), max_query_tokens=4)
     empty = [jnp.zeros((0, x[0].shape[1]), kind.dtype) for x in (sequences.xBC, sequences.dt)]
-    options = sequences.given | dict(max_query_tokens=4) | how(implementation)
-    out, after, *kept = selective_state_deferred(*empty, sequences.A, *arrays, LAYER, *rows, **options)
+    operands = *empty, sequences.A, arrays[0], Mamba2Entries(*arrays[1:]), rows
+    out, after, kept = selective_state_deferred(*operands, **sequences.given, run=run_by(implementation))
     assert out.shape[0] == 0
     assert_close(after[LAYER, 3], states[15], jnp.float32, 64 * DIMS[kind.dims].state_dim, "fold")
     assert_untouched(pool, after, [3])
-    for before, now in zip(arrays[1:], kept, strict=True):
+    for before, now in zip(arrays[1:], jax.tree.leaves(kept), strict=True):
         np.testing.assert_array_equal(np.asarray(before).view(np.uint8), np.asarray(now).view(np.uint8))
 
 
@@ -184,23 +185,23 @@ def refused(**changes):
         ring_g=jnp.zeros((1, 3, 2, 32)),
         **two_rows(),
     )
-    return selective_state_deferred(**given | changes)
+    return grouped.call(selective_state_deferred, **given | changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(max_query_tokens=9), r"at most 8 for groups of 16 tokens \(2 \* max_query_tokens - 2 < 16\), got 9"),
-        (dict(max_query_tokens=0), "max_query_tokens must be at least 1, got 0"),
+        (dict(max_query_tokens=0), "rows.max_query_tokens must be at least 1, got 0"),
         (dict(xBC=jnp.zeros((3, 80))), r"xBC must have 2 \* 16 \+ 2 \* 1 \* 16 channels, got 80"),
-        (dict(ring_x=jnp.zeros((1, 3, 2, 32, 16), jnp.bfloat16)), "ring_x must have xBC's dtype float32, got bfloat16"),
-        (dict(ring_B=jnp.zeros((1, 3, 1, 32, 16), jnp.bfloat16)), "ring_B must have xBC's dtype float32, got bfloat16"),
-        (dict(ring_x=jnp.zeros((1, 3, 2, 30, 16))), "ring_B must be"),
-        (dict(ring_dt=jnp.zeros((1, 3, 2, 32), jnp.bfloat16)), "ring_dt must be"),
-        (dict(ring_B=jnp.zeros((1, 3, 3, 32, 16))), "the groups of ring_B must divide the 2 heads, got 3"),
-        (dict(base=jnp.zeros(3, jnp.int32)), "base must be"),
-        (dict(query_start_loc=jnp.zeros(5, jnp.int32)), "query_start_loc must have 3 entries"),
-        (dict(layer=1), r"layer must be in \[0, 1\)"),
+        (dict(ring_x=jnp.zeros((1, 3, 2, 32, 16), jnp.bfloat16)), "ring.x must have xBC's dtype float32, got bfloat16"),
+        (dict(ring_B=jnp.zeros((1, 3, 1, 32, 16), jnp.bfloat16)), "ring.B must have xBC's dtype float32, got bfloat16"),
+        (dict(ring_x=jnp.zeros((1, 3, 2, 30, 16))), "ring.B must be"),
+        (dict(ring_dt=jnp.zeros((1, 3, 2, 32), jnp.bfloat16)), "ring.dt must be"),
+        (dict(ring_B=jnp.zeros((1, 3, 3, 32, 16))), "the groups of ring.B must divide the 2 heads, got 3"),
+        (dict(base=jnp.zeros(3, jnp.int32)), "rows.fold.base must be"),
+        (dict(query_start_loc=jnp.zeros(5, jnp.int32)), "rows.query_start_loc must have 3 entries"),
+        (dict(layer=1), r"rows.layer must be in \[0, 1\)"),
         (dict(implementation="cuda"), "implementation must be"),
     ],
 )

@@ -10,15 +10,15 @@ from kernels.common import (
     IMPLEMENTATIONS,
     WINDOWS,
     assert_close,
-    how,
     mixed_rows,
     pack,
+    run_by,
     skip_if_unavailable,
 )
-from kernels.state_space_rows import DIMS, LAYER, Dims, assert_rows_match_the_oracle, make, state_of
+from kernels.state_space_rows import DIMS, LAYER, Dims, assert_rows_match_the_oracle, make, rows_at, state_of
 from oracles.ops import selective_state_update as oracle
 
-from pallas_kernels import selective_state_update
+from pallas_kernels import Run, selective_state_update
 from pallas_kernels.selective_state_update.config import Config
 
 
@@ -41,8 +41,8 @@ from pallas_kernels.selective_state_update.config import Config
 def test_update_matches_the_oracle(rng, dims, dtype, state_dtype, window, implementation):
     lengths, read, write = mixed_rows(window)
     arguments, pool, options = make(rng, lengths, DIMS[dims], dtype, state_dtype)
-    rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
-    out, after = selective_state_update(*arguments, pool, LAYER, *rows, **options, **how(implementation))
+    rows = rows_at(pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write))
+    out, after = selective_state_update(*arguments, pool, rows, **options, run=run_by(implementation))
     assert_rows_match_the_oracle(lengths, read, write, out, pool, after, arguments, options)
 
 
@@ -77,9 +77,9 @@ def test_optional_arguments_match_the_oracle(rng, dims, given, dt_softplus, impl
     (x, dt, A, B, C), pool, options = make(rng, lengths, dims, extra_tokens=0)
     options = {name: options[name] for name in given}
     dt = dt if dt_softplus else jnp.abs(dt)
-    rows = pack(lengths), jnp.array([3, 4]), jnp.array([[6, 7], [8, 0]])
+    rows = rows_at(pack(lengths), jnp.array([3, 4]), jnp.array([[6, 7], [8, 0]]))
     out, after = selective_state_update(
-        x, dt, A, B, C, pool, LAYER, *rows, **options, dt_softplus=dt_softplus, **how(implementation)
+        x, dt, A, B, C, pool, rows, **options, dt_softplus=dt_softplus, run=run_by(implementation)
     )
     for r, tokens in enumerate((slice(0, 2), slice(2, 3))):
         per_row = options | ({"z": options["z"][tokens]} if "z" in options else {})
@@ -115,7 +115,7 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, imple
     z = options.pop("z")
     run = jax.jit(
         lambda x, dt, B, C, z, *rows: selective_state_update(
-            x, dt, A, B, C, pool, LAYER, *rows, z=z, **options, **how(implementation)
+            x, dt, A, B, C, pool, rows_at(*rows), z=z, **options, run=run_by(implementation)
         )
     )
 
@@ -156,9 +156,9 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, imple
 def test_every_config_computes_the_same_numbers(rng, dims, implementation):
     dims = DIMS[dims]
     arguments, pool, options = make(rng, [1, 1], dims)
-    rows = pack([1, 1]), jnp.array([3, 0]), jnp.array([[6], [7]])
+    rows = rows_at(pack([1, 1]), jnp.array([3, 0]), jnp.array([6, 7]))
     results = [
-        selective_state_update(*arguments, pool, LAYER, *rows, **options, config=Config(*config), **how(implementation))
+        selective_state_update(*arguments, pool, rows, **options, run=run_by(implementation, Config(*config)))
         for config in ((4, 4, 16, 1), (16, 4, 16, 1), (16, 2, 8, 2), (32, 32, 32, 4))
     ]
     for out, after in results[1:]:
@@ -179,14 +179,13 @@ def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
     fill = lambda: jnp.zeros((1, blocks, 8, 128, 128)).at[0, last].set(small[LAYER, 3]).at[0, wrapped].set(7.0)
     step = jax.jit(
         lambda pool, block: selective_state_update(
-            *arguments, pool, 0, pack([1]), block, block[None], **options, implementation=implementation
+            *arguments, pool, rows_at(pack([1]), block, block, layer=0), **options, run=run_by(implementation)
         ),
         donate_argnums=0,
     )
     out, pool = step(jax.jit(fill)(), jnp.array([last]))
-    wanted, after = selective_state_update(
-        *arguments, small, LAYER, pack([1]), jnp.array([3]), jnp.array([[3]]), **options, implementation="xla"
-    )
+    rows = rows_at(pack([1]), jnp.array([3]), jnp.array([3]))
+    wanted, after = selective_state_update(*arguments, small, rows, **options, run=run_by("xla"))
     np.testing.assert_allclose(out, wanted, atol=1e-4)
     np.testing.assert_allclose(pool[0, last], after[LAYER, 3], atol=1e-5)
     assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
@@ -195,7 +194,7 @@ def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
 def test_empty_arrays_return_at_once(rng):
     arguments, pool, options = make(rng, [2], DIMS["mamba2"])
     none = jnp.zeros((0,), jnp.int32)
-    out, after = selective_state_update(*arguments, pool, 0, pack([]), none, none[:, None], **options)
+    out, after = selective_state_update(*arguments, pool, rows_at(pack([]), none, none), **options)
     assert not out.any()
     assert after is pool
 
@@ -204,7 +203,7 @@ def test_errors_name_the_bad_argument(rng):
     (x, dt, A, B, C), pool, _ = make(rng, [2], DIMS["mamba2"])
     row = jnp.array([1])
     update = lambda dt=dt, B=B, C=C, **options: selective_state_update(
-        x, dt, A, B, C, pool, 0, pack([2]), row, row[None], **options
+        x, dt, A, B, C, pool, rows_at(pack([2]), row, row), **options
     )
     with pytest.raises(ValueError, match=r"dt must be Float.* or Float"):
         update(dt=dt[:, :2])
@@ -215,4 +214,4 @@ def test_errors_name_the_bad_argument(rng):
     with pytest.raises(ValueError, match="D must be Float"):
         update(D=jnp.zeros(3))
     with pytest.raises(ValueError, match="implementation must be"):
-        update(implementation="cuda")
+        update(run=Run(implementation="cuda"))

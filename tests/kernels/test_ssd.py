@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, pack, run_by
+from kernels.state_space_rows import rows_at
 from oracles.ops import selective_state_update as oracle
 
-from pallas_kernels import UnsupportedError, chunk_rows, selective_state_update, ssd
+from pallas_kernels import RowCheckpoints, Run, UnsupportedError, chunk_rows, selective_state_update, ssd
 from pallas_kernels.ssd.config import Config
 
 LAYER, LAYERS, BLOCKS = 1, 2, 24
@@ -56,14 +57,15 @@ def make(
     return packed, dict(A=-np.exp(fixed(*head)), D=fixed(*skip), dt_bias=fixed(*head)), pool
 
 
-def prefill(inputs, pool, lengths, computed, read, write, checkpoints=(None, None), chunk_size=64, **options):
-    rows, loc = lambda x: jnp.asarray(x, jnp.int32), pack(lengths)
-    chunks = chunk_rows(loc, rows(computed), inputs["x"].shape[0], chunk_size)
+def prefill(inputs, pool, lengths, computed, read, write, checkpoints=None, chunk_size=64, **options):
+    ints, loc = lambda x: jnp.asarray(x, jnp.int32), pack(lengths)
+    chunks = chunk_rows(loc, ints(computed), inputs["x"].shape[0], chunk_size)
     inputs = {name: jnp.asarray(v) for name, v in inputs.items()}
-    plan = *map(rows, (read, write)), *(None if c is None else rows(c) for c in checkpoints)
-    names = "read_block", "write_block", "checkpoint_offset", "checkpoint_block"
-    plan = dict(zip(names, plan, strict=True))
-    return ssd(**inputs, pool=pool, layer=LAYER, query_start_loc=loc, chunks=chunks, **plan, **options)
+    if checkpoints is not None:
+        offset, block = map(ints, checkpoints)
+        checkpoints = RowCheckpoints(offset=offset, block=block)
+    rows = rows_at(loc, ints(read), ints(write), chunks=chunks, checkpoints=checkpoints)
+    return ssd(**inputs, pool=pool, rows=rows, **options)
 
 
 def in_float64(tree):
@@ -136,7 +138,9 @@ def check_rows(rng, dims, dtype, state_dtype, implementation):
     # Within one call row 6 must not read what row 4 writes, nor row 5 what row 1 writes.
     read[6], read[5] = 0, 4
     packed, fixed, pool = make(rng, lengths, DIMS[dims], dtype, state_dtype)
-    out, after = prefill(packed | fixed, pool, lengths, computed, read, write, (offsets, blocks), **how(implementation))
+    out, after = prefill(
+        packed | fixed, pool, lengths, computed, read, write, (offsets, blocks), run=run_by(implementation)
+    )
     assert out.dtype == dtype
     assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, pool, out, after)
 
@@ -153,7 +157,7 @@ def test_rows_of_every_length_match_the_oracle(rng, implementation):
     packed, fixed, pool = make(
         rng, lengths, dims, dtype, extra_tokens=100, clean=range(1, rows + 1), blocks=2 * rows + 1
     )
-    out, after = prefill(packed | fixed, pool, lengths, computed, read, write, **how(implementation))
+    out, after = prefill(packed | fixed, pool, lengths, computed, read, write, run=run_by(implementation))
     kept = [(r, n, write[r]) for r, n in enumerate(lengths)]
     assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, pool, out, after)
 
@@ -169,7 +173,7 @@ def test_optional_arguments_match_the_oracle(rng, given, dt_softplus, implementa
     keep = lambda tree: {name: v for name, v in tree.items() if name in (*"xABC", "dt", *given)}
     packed, fixed = keep(packed), keep(fixed)
     options = dict(dt_softplus=dt_softplus)
-    out, after = prefill(packed | fixed, pool, lengths, [0, 0], [3, 4], [6, 7], **options, **how(implementation))
+    out, after = prefill(packed | fixed, pool, lengths, [0, 0], [3, 4], [6, 7], **options, run=run_by(implementation))
     kept = [(0, 70, 6), (1, 3, 7)]
     assert_rows_match_the_oracle(packed, fixed, lengths, [3, 4], kept, pool, out, after, **options)
 
@@ -188,7 +192,7 @@ def test_optional_arguments_match_the_oracle(rng, given, dt_softplus, implementa
 def test_other_chunk_sizes_match_the_oracle(rng, chunk_size, implementation, dtype):
     lengths = [150, 3]
     packed, fixed, pool = make(rng, lengths, Dims(2, 16, 16), dtype)
-    how_ = dict(chunk_size=chunk_size, **how(implementation))
+    how_ = dict(chunk_size=chunk_size, run=run_by(implementation))
     out, after = prefill(packed | fixed, pool, lengths, [20, 0], [3, 4], [6, 7], **how_)
     assert_rows_match_the_oracle(packed, fixed, lengths, [3, 4], [(0, 150, 6), (1, 3, 7)], pool, out, after)
 
@@ -208,7 +212,7 @@ SPLITS = [
 @pytest.mark.parametrize(("dims", "dtype", "implementation"), SPLITS)
 def test_split_on_the_grid_is_bit_identical(rng, dims, dtype, implementation):
     """A row gives the same bits in one call, split, resumed from a block or checkpoint, and beside other rows."""
-    start, total, bucket, options = 100, 250, 320, how(implementation)
+    start, total, bucket, options = 100, 250, 320, dict(run=run_by(implementation))
     ends = (28, 92, 156, 220)  # where chunks end
     packed, fixed, pool = make(rng, [total + 50], DIMS[dims], dtype, extra_tokens=0)
     row, others = tokens_of(packed, 0, total), tokens_of(packed, total, total + 50)
@@ -262,7 +266,7 @@ def test_extreme_decays_match_the_oracle(rng, strong_first, implementation):
     if strong_first:
         fixed = {"A": -np.ones(4, np.float32)}
         packed["dt"] = np.where(np.arange(130)[:, None] % 64 < 32, np.float32(300), 1e-3 * np.abs(packed["x"][:, :, 0]))
-    out, after = prefill(packed | fixed, pool, lengths, [0], [3], [6], dt_softplus=False, **how(implementation))
+    out, after = prefill(packed | fixed, pool, lengths, [0], [3], [6], dt_softplus=False, run=run_by(implementation))
     assert_rows_match_the_oracle(packed, fixed, lengths, [3], [(0, 130, 6)], pool, out, after, dt_softplus=False)
 
 
@@ -271,10 +275,10 @@ def test_ssd_then_update_continues_one_recurrence(rng, implementation):
     """Both ops use the same layout of states, [head_dim, state_dim], and take the same arguments."""
     lengths = [70]
     packed, fixed, pool = make(rng, lengths, DIMS["grouped"], extra_tokens=0)
-    _, after = prefill(tokens_of(packed, 0, 69) | fixed, pool, [69], [0], [3], [7], **how(implementation))
+    _, after = prefill(tokens_of(packed, 0, 69) | fixed, pool, [69], [0], [3], [7], run=run_by(implementation))
     inputs = {name: jnp.asarray(v) for name, v in (tokens_of(packed, 69, 70) | fixed).items()}
-    rows = dict(query_start_loc=pack([1]), read_block=jnp.array([7]), write_blocks=jnp.array([[6]]))
-    last, after = selective_state_update(**inputs, pool=after, layer=LAYER, **rows, **how(implementation))
+    rows = rows_at(pack([1]), jnp.array([7]), jnp.array([6]))
+    last, after = selective_state_update(**inputs, pool=after, rows=rows, run=run_by(implementation))
     wanted, states = oracle(**in_float64(packed), **in_float64(fixed), state=state_of(pool, 3))
     assert_close(last, wanted[-1:], jnp.float32, 16 * (64 + 32), "output")
     assert_close(after[LAYER, 6], states[-1], jnp.float32, 16 * (64 + 32), "state")
@@ -286,7 +290,7 @@ def test_ssd_differentiates(rng):
 
     @jax.jit
     def loss(inputs):
-        out, after = prefill(inputs, pool, [40], [5], [3], [6], chunk_size=16, implementation="xla")
+        out, after = prefill(inputs, pool, [40], [5], [3], [6], chunk_size=16, run=run_by("xla"))
         return jnp.vdot(out, weights) + jnp.vdot(after[LAYER, 6], after[LAYER, 3])
 
     inputs = jax.tree.map(jnp.asarray, packed | fixed)
@@ -303,7 +307,7 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
     packed, fixed, pool = make(rng, [70, 2], Dims(1, 40, 16), jnp.bfloat16)
     configs = [Config(16, 4, 1), Config(64, 8, 3), *([Config(32, 4, 2)] if implementation == "triton" else [])]
     run = lambda config: prefill(
-        packed | fixed, pool, [70, 2], [0, 0], [3, 0], [6, 7], config=config, **how(implementation)
+        packed | fixed, pool, [70, 2], [0, 0], [3, 0], [6, 7], run=run_by(implementation, config)
     )
     wanted, state = run(configs[0])
     for config in configs[1:]:
@@ -317,9 +321,9 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 def test_a_row_is_the_same_alone_and_among_many(rng, implementation):
     """A row gives the same bits alone and as one of 24, for which the default configurations differ."""
     packed, fixed, pool = make(rng, [200], Dims(16, 64, 128), jnp.bfloat16, extra_tokens=0)
-    alone, after = prefill(packed | fixed, pool, [200], [0], [3], [6], **how(implementation))
+    alone, after = prefill(packed | fixed, pool, [200], [0], [3], [6], run=run_by(implementation))
     many = {name: np.concatenate([x] * 24) for name, x in packed.items()}
-    out, pool = prefill(many | fixed, pool, [200] * 24, [0] * 24, [3] * 24, [6] + [0] * 23, **how(implementation))
+    out, pool = prefill(many | fixed, pool, [200] * 24, [0] * 24, [3] * 24, [6] + [0] * 23, run=run_by(implementation))
     for n in range(24):
         np.testing.assert_array_equal(out[200 * n : 200 * (n + 1)], alone)
     np.testing.assert_array_equal(pool[LAYER, 6], after[LAYER, 6])
@@ -331,7 +335,8 @@ def test_a_kernel_matches_xla_on_a_long_row(rng, kernel):
     packed, fixed, pool = make(rng, [n], Dims(2, 64, 128), jnp.bfloat16, extra_tokens=0)
     fixed["A"] = np.float32([-1e-4, -1.0])  # one head remembers 10,000 tokens, the other one forgets
     results = [
-        prefill(packed | fixed, pool, [n], [0], [3], [6], **how(implementation)) for implementation in (kernel, "xla")
+        prefill(packed | fixed, pool, [n], [0], [3], [6], run=run_by(implementation))
+        for implementation in (kernel, "xla")
     ]
     (out, after), (wanted, state) = in_float64(results)
     # The slow head's state holds the decays of a thousand chunks, each with an error of 2^-22 on the GPU.
@@ -351,10 +356,11 @@ def test_ssd_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
     pool = jax.jit(lambda: fill().at[divmod(wrapped, blocks // 2)].set(7.0))()
     end = blocks // 2 - 1
     step = jax.jit(
-        lambda pool: prefill(packed | fixed, pool, [70], [0], [end], [end], **how(implementation)), donate_argnums=0
+        lambda pool: prefill(packed | fixed, pool, [70], [0], [end], [end], run=run_by(implementation)),
+        donate_argnums=0,
     )
     out, pool = step(pool)
-    wanted, after = prefill(packed | fixed, small, [70], [0], [3], [3], implementation="xla")
+    wanted, after = prefill(packed | fixed, small, [70], [0], [3], [3], run=run_by("xla"))
     terms = 16 * (64 + 128)
     assert_close(out, in_float64(wanted), dtype, terms, "outputs")
     assert_close(pool[1, end], in_float64(after[LAYER, 3]), jnp.float32, terms, "state")
@@ -367,7 +373,7 @@ def test_empty_arrays_return_at_once(rng):
     chunks = chunk_rows(pack([2]), jnp.array([0]), 5)
     none = jnp.zeros((0,), jnp.int32)
     positional = [jnp.asarray((packed | fixed)[name]) for name in ("x", "dt", "A", "B", "C")]
-    out, after = ssd(*positional, pool, 0, pack([]), chunks, none, none)
+    out, after = ssd(*positional, pool, rows_at(pack([]), none, none, chunks=chunks))
     assert not out.any()
     assert after is pool
 
@@ -375,8 +381,8 @@ def test_empty_arrays_return_at_once(rng):
 def test_errors_name_the_bad_argument(rng):
     packed, fixed, pool = make(rng, [2], DIMS["grouped"])
     inputs = packed | fixed
-    run = lambda lengths=(2,), checkpoints=(None, None), how_=None, **changed: prefill(
-        inputs | changed, pool, lengths, [0], [3], [6], checkpoints, **(how_ or {})
+    run = lambda lengths=(2,), how_=None, **changed: prefill(
+        inputs | changed, pool, lengths, [0], [3], [6], **(how_ or {})
     )
     with pytest.raises(ValueError, match="dt must be Float"):
         run(dt=inputs["dt"][:, :2])
@@ -387,21 +393,21 @@ def test_errors_name_the_bad_argument(rng):
     three = np.concatenate([inputs["B"], inputs["B"][:, :1]], 1)
     with pytest.raises(ValueError, match="the number of groups of B must divide x's 4 heads, got 3"):
         run(B=three, C=three)
-    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block must be given together, got only"):
-        run(checkpoints=([[64]], None))
     chunks, row = chunk_rows(pack([2, 3]), jnp.array([0, 0]), 5), jnp.array([1])
     positional = [jnp.asarray((packed | fixed)[name]) for name in ("x", "dt", "A", "B", "C")]
     with pytest.raises(ValueError, match="chunks must be chunk_rows of 1 rows in 5 tokens \\(2 chunks\\), got 2 rows"):
-        ssd(*positional, pool, 0, pack([2]), chunks, row, row)
+        ssd(*positional, pool, rows_at(pack([2]), row, row, chunks=chunks))
+    with pytest.raises(ValueError, match=r"rows\.chunks must be given, got None"):
+        ssd(*positional, pool, rows_at(pack([2]), row, row))
+    with pytest.raises(ValueError, match=r"rows\.checkpoints\.block must be Int32\[rows checkpoints\], got None"):
+        ssd(*positional, pool, rows_at(pack([2]), row, row, checkpoints=RowCheckpoints(offset=row[None], block=None)))
     with pytest.raises(ValueError, match="implementation must be"):
-        run(how_=dict(implementation="cuda"))
+        run(how_=dict(run=Run(implementation="cuda")))
     with pytest.raises(UnsupportedError, match="chunk_size must be a power of two from 16 to 256, got 48"):
-        run(how_=dict(implementation="triton", chunk_size=48))
+        run(how_=dict(run=Run(implementation="triton"), chunk_size=48))
     wide = np.zeros((5, 2, 4096), np.float32)
     with pytest.raises(UnsupportedError, match=r"chunks of 64 tokens and states of 4096 need \d+ bytes"):
-        prefill(
-            inputs | dict(B=wide, C=wide), jnp.zeros((2, 2, 4, 16, 4096)), [2], [0], [0], [1], implementation="triton"
-        )
+        prefill(inputs | dict(B=wide, C=wide), jnp.zeros((2, 2, 4, 16, 4096)), [2], [0], [0], [1], run=run_by("triton"))
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
@@ -417,8 +423,9 @@ def test_errors_name_the_bad_argument(rng):
 def test_what_the_mosaic_gpu_kernel_cannot_run_is_refused(rng, dims, changes, message):
     options = dict(changes)
     packed, fixed, pool = make(rng, [2], DIMS[dims], options.pop("dtype", jnp.bfloat16))
+    run = Run(implementation="mosaic_gpu", config=options.pop("config", None))
     with pytest.raises(UnsupportedError, match=message):
-        prefill(packed | fixed, pool, [2], [0], [3], [6], implementation="mosaic_gpu", **options)
+        prefill(packed | fixed, pool, [2], [0], [3], [6], run=run, **options)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
@@ -426,4 +433,4 @@ def test_a_gate_of_another_dtype_is_refused_by_the_mosaic_gpu_kernel(rng):
     packed, fixed, pool = make(rng, [2], DIMS["64 x 128"], jnp.bfloat16)
     gate = np.zeros(packed["x"].shape, np.float32)
     with pytest.raises(UnsupportedError, match="z must be bfloat16, got float32"):
-        prefill(packed | fixed | dict(z=gate), pool, [2], [0], [3], [6], implementation="mosaic_gpu")
+        prefill(packed | fixed | dict(z=gate), pool, [2], [0], [3], [6], run=Run(implementation="mosaic_gpu"))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_untouched, how
+from kernels.common import IMPLEMENTATIONS, assert_untouched, run_by
 
 from pallas_kernels import UnsupportedError, state_copy
 from pallas_kernels.state_copy.config import Config
@@ -31,7 +31,7 @@ def test_copies_of_whole_blocks_are_exact(rng, shape, dtype, implementation):
     source, destination = [3, 4, 5, 0, 3], [1, 0, 5, 6, 8]
     wanted = np.array(pool)
     wanted[:, 1], wanted[:, 6], wanted[:, 8] = wanted[:, 3], 0, wanted[:, 3]
-    actual = state_copy(pool, jnp.array(source), jnp.array(destination), **how(implementation))
+    actual = state_copy(pool, jnp.array(source), jnp.array(destination), run=run_by(implementation))
     np.testing.assert_array_equal(np.asarray(actual).view(np.uint8), wanted.view(np.uint8))
 
 
@@ -51,7 +51,7 @@ def test_shifts_of_windows_are_exact(rng, channels, layout, dtype, implementatio
             wanted[:, destination, : 6 - offset] = moved[:, offset:]
     turn = lambda x: x if layout == "SD" else x.swapaxes(2, 3)
     rows = (jnp.array(x) for x in zip(*rows, strict=True))
-    actual = turn(state_copy(turn(pool), *rows, layout=layout, **how(implementation)))
+    actual = turn(state_copy(turn(pool), *rows, layout=layout, run=run_by(implementation)))
     np.testing.assert_array_equal(np.asarray(actual).view(np.uint8), wanted.view(np.uint8))
 
 
@@ -61,9 +61,9 @@ def test_every_tile_size_copies_the_same_bits(rng, implementation):
         pytest.skip("XLA has no tiles")
     pool = make_pool(rng, (1, 5, 3, 24, 40), jnp.float32)
     arguments = pool, jnp.array([1, 2]), jnp.array([3, 4])
-    wanted = state_copy(*arguments, implementation="xla")
+    wanted = state_copy(*arguments, run=run_by("xla"))
     for tile, programs in ((64, 1), (1024, 7), (4096, 1000)):
-        actual = state_copy(*arguments, **how(implementation), config=Config(tile=tile, programs=programs, num_warps=4))
+        actual = state_copy(*arguments, run=run_by(implementation, Config(tile=tile, programs=programs, num_warps=4)))
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(wanted))
 
 
@@ -71,9 +71,9 @@ def test_every_tile_size_copies_the_same_bits(rng, implementation):
 def test_empty_batches_and_skipped_rows_change_nothing(rng, implementation):
     pool = make_pool(rng, (2, 4, 8, 16), jnp.float32)
     none = jnp.zeros((0,), jnp.int32)
-    assert_untouched(pool, state_copy(pool, none, none, **how(implementation)), written=())
+    assert_untouched(pool, state_copy(pool, none, none, run=run_by(implementation)), written=())
     idle = jnp.zeros((5,), jnp.int32)
-    assert_untouched(pool, state_copy(pool, idle + 2, idle, **how(implementation)), written=())
+    assert_untouched(pool, state_copy(pool, idle + 2, idle, run=run_by(implementation)), written=())
 
 
 @pytest.mark.gpu
@@ -84,7 +84,7 @@ def test_reaches_blocks_beyond_2_to_the_31_elements():
     last = blocks - 1
     wrapped = (last * 32 * 128 * 128 - 2**31) // (32 * 128 * 128)
     pool = jax.jit(lambda p: p.at[0, 1].set(1.0).at[0, wrapped].set(2.0), donate_argnums=0)(pool)
-    copy = jax.jit(lambda p, s, d: state_copy(p, s, d, implementation="triton"), donate_argnums=0)
+    copy = jax.jit(lambda p, s, d: state_copy(p, s, d, run=run_by("triton")), donate_argnums=0)
     pool = copy(pool, jnp.array([1]), jnp.array([last]))
     pool = copy(pool, jnp.array([last]), jnp.array([5]))
     assert [float(pool[0, block].min()) for block in (1, wrapped, last, 5, 6)] == [1, 2, 1, 1, 0]
@@ -102,5 +102,5 @@ def test_errors_name_the_bad_argument(rng):
     with pytest.raises(ValueError, match="state_copy: layout must be 'SD' or 'DS', got 'ds'"):
         state_copy(pool, row, row, row, layout="ds")
     with pytest.raises(ValueError, match="implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got 'cuda'"):
-        state_copy(pool, row, row, implementation="cuda")
+        state_copy(pool, row, row, run=run_by("cuda"))
     assert issubclass(UnsupportedError, NotImplementedError)

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from kernels import delta_rule_claims as update_claims
 from kernels import delta_rule_prefill_claims as prefill_claims
-from kernels.common import IMPLEMENTATIONS, how, mixed_rows, pack
-from kernels.delta_rule_claims import DIMS, LAYER, make, unpack
+from kernels.common import IMPLEMENTATIONS, how, mixed_rows, pack, run_by
+from kernels.delta_rule_claims import DIMS, LAYER, make, padded_rows, rows_of, unpack
 from kernels.delta_rule_prefill_claims import make_prefill, prefill
 
 from pallas_kernels import (
+    Rows,
+    Run,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
@@ -138,12 +140,11 @@ def test_both_layouts_update_to_the_same_bits(rng, dims, implementation, kda):
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(4)
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, kda=kda)
-    rows = LAYER, pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
-    options = how(implementation) | dict(config=Config(16, 8, 16, 1))
-    inputs = qkv, a, b, A_log, dt_bias, pool, *rows
+    rows, options = padded_rows(lengths, read, write), dict(run=run_by(implementation, Config(16, 8, 16, 1)))
+    inputs = qkv, a, b, A_log, dt_bias, pool, rows
     assert_same(transposed(gated_delta_rule_update)(*inputs, **options), gated_delta_rule_update(*inputs, **options))
     q, k, v = (jnp.asarray(x, jnp.float32) for x in unpack(qkv, dims))
-    inputs = q, k, v, *gated_delta_rule_gates(a, b, A_log, dt_bias), pool, *rows
+    inputs = q, k, v, *gated_delta_rule_gates(a, b, A_log, dt_bias), pool, rows
     assert_same(
         transposed(gated_delta_rule_recurrent)(*inputs, **options), gated_delta_rule_recurrent(*inputs, **options)
     )
@@ -167,16 +168,16 @@ def test_a_pool_of_the_other_layout_is_refused(rng):
     qkv, a, b, A_log, dt_bias, pool = make(rng, [2], dims, extra_tokens=0, kda=True)
     q, k, v = (jnp.asarray(x, jnp.float32) for x in unpack(qkv, dims))
     gates = gated_delta_rule_gates(a, b, A_log, dt_bias)
-    where = 0, pack([2]), row, jnp.array([[1, 2]])
+    rows = rows_of(pack([2]), row, jnp.array([[1, 2]]))
     for layout, given in (("KV", pool), ("VK", pool.swapaxes(3, 4))):
         with pytest.raises(ValueError, match=f"pool must have 24 key dims as {layout}|qkv must have 2"):
-            gated_delta_rule_update(qkv, a, b, A_log, dt_bias, given, *where, layout=layout)
+            gated_delta_rule_update(qkv, a, b, A_log, dt_bias, given, rows, layout=layout)
         with pytest.raises(ValueError, match=f"pool must have 20 value dims and 24 key dims as {layout}"):
-            gated_delta_rule_recurrent(q, k, v, *gates, given, *where, layout=layout)
+            gated_delta_rule_recurrent(q, k, v, *gates, given, rows, layout=layout)
         with pytest.raises(ValueError, match=f"pool must have 20 value dims and 24 key dims as {layout}"):
             prefill((q, k, v, *gates), given, [2], [0], [0], [1], layout=layout)
     with pytest.raises(ValueError, match="layout must be 'VK' or 'KV', got 'SD'"):
-        gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, *where, layout="SD")
+        gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, rows, layout="SD")
     with pytest.raises(ValueError, match="layout must be 'VK' or 'KV', got None"):
         prefill((q, k, v, *gates), pool, [2], [0], [0], [1], layout=None)
 
@@ -190,18 +191,18 @@ def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     last = blocks - 1
     wrapped = last - 2**31 // (8 * 128 * 128)
     fill = lambda: jnp.zeros((1, blocks, 8, 128, 128)).at[0, last].set(small[LAYER, 3]).at[0, wrapped].set(7.0)
-    block = jnp.array([last])
+    row = Rows(query_start_loc=pack([1]), layer=0, read=jnp.array([last]), write=jnp.array([[last]]))
     step = jax.jit(
         lambda pool: gated_delta_rule_update(
-            *(qkv, a, b, A_log, dt_bias, pool, 0, pack([1]), block, block[None]), layout="KV", implementation="triton"
+            *(qkv, a, b, A_log, dt_bias, pool, row), layout="KV", run=Run(implementation="triton")
         ),
         donate_argnums=0,
     )
     out, pool = step(jax.jit(fill)())
     wanted, after = gated_delta_rule_update(
-        *(qkv, a, b, A_log, dt_bias, small, LAYER, pack([1]), jnp.array([3]), jnp.array([[3]])),
+        *(qkv, a, b, A_log, dt_bias, small, rows_of(pack([1]), jnp.array([3]), jnp.array([[3]]))),
         layout="KV",
-        implementation="xla",
+        run=Run(implementation="xla"),
     )
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     np.testing.assert_allclose(pool[0, last], after[LAYER, 3], atol=1e-5)

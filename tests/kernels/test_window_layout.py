@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels import conv_claims as plain
-from kernels.common import IMPLEMENTATIONS, how, pack
-from kernels.conv_claims import transposed
+from kernels.common import IMPLEMENTATIONS, pack, run_by
+from kernels.conv_claims import one_row, rows_of, transposed
 from kernels.lowered_cases import on
 
-from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update
+from pallas_kernels import Run, causal_conv1d_prefill, causal_conv1d_update
 
 OPS = [causal_conv1d_update, causal_conv1d_prefill]
 
@@ -67,9 +67,9 @@ def test_both_layouts_compute_the_same_bits(rng, op, implementation):
     x, pool, weight, bias = plain.make(rng, [1, 3, 0, 2], 4, jnp.float32, 2, bias=True)
     x, pool, weight, bias = plain.exact(implementation, x, pool, weight, bias)
     pool = jnp.where(jnp.isnan(pool), 7.0, pool)  # equal numbers are then equal bits
-    rows = pack([1, 3, 0, 2], 1), *map(jnp.array, ([3, 4, 5, 0, 5], [0, 2, 0, 0, 0], [6, 4, 7, 8, 9]))
-    y, after = op(x, pool, plain.LAYER, weight, bias, *rows, **how(implementation))
-    same_y, same = transposed(op)(x, pool, plain.LAYER, weight, bias, *rows, **how(implementation))
+    rows = rows_of(pack([1, 3, 0, 2], 1), *map(jnp.array, ([3, 4, 5, 0, 5], [0, 2, 0, 0, 0], [6, 4, 7, 8, 9])))
+    y, after = op(x, pool, weight, bias, rows, run=run_by(implementation))
+    same_y, same = transposed(op)(x, pool, weight, bias, rows, run=run_by(implementation))
     np.testing.assert_array_equal(same_y, y)
     live = np.arange(pool.shape[2]) < 3  # other rows are unspecified
     np.testing.assert_array_equal(same[:, :, live], after[:, :, live])
@@ -78,8 +78,7 @@ def test_both_layouts_compute_the_same_bits(rng, op, implementation):
 @pytest.mark.parametrize("op", OPS)
 def test_cuda_gets_the_triton_kernel(rng, op):
     x, pool, weight, _ = plain.make(rng, [2], 4, jnp.float32)
-    row = jnp.array([3])
-    run = jax.jit(lambda pool: op(x, pool, 0, weight, None, pack([2]), row, row * 0, row, layout="DS"))
+    run = jax.jit(lambda pool: op(x, pool, weight, None, one_row(2, 3), layout="DS"))
     with on("NVIDIA H200"):
         lowered = run.trace(pool.swapaxes(2, 3)).lower(lowering_platforms=("cuda",))
     assert "__gpu$xla.gpu.triton" in lowered.as_text()
@@ -88,10 +87,9 @@ def test_cuda_gets_the_triton_kernel(rng, op):
 @pytest.mark.parametrize("op", OPS)
 def test_a_pool_of_the_other_layout_is_refused(rng, op):
     x, pool, weight, _ = plain.make(rng, [2], 4, jnp.float32)
-    row = jnp.array([3])
     for layout, given in (("DS", pool), ("SD", pool.swapaxes(2, 3))):
         with pytest.raises(ValueError, match=f"pool must have 40 channels as {layout}"):
-            op(x, given, 0, weight, None, pack([2]), row, row * 0, row, layout=layout)
+            op(x, given, weight, None, one_row(2, 3), layout=layout)
 
 
 @pytest.mark.gpu
@@ -101,11 +99,11 @@ def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     last = blocks - 1
     wrapped = last - 2**31 // (3 * channels)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-    x, window, weight, one = draw(1, channels), draw(channels, 3), jnp.ones((4, channels)), lambda v: jnp.array([v])
+    x, window, weight = draw(1, channels), draw(channels, 3), jnp.ones((4, channels))
     fill = lambda: jnp.zeros((1, blocks, channels, 3), jnp.bfloat16).at[0, last].set(window).at[0, wrapped].set(7.0)
     step = jax.jit(
         lambda pool: causal_conv1d_update(
-            x, pool, 0, weight, None, pack([1]), one(last), one(0), one(last), layout="DS", implementation="triton"
+            x, pool, weight, None, one_row(1, last), layout="DS", run=Run(implementation="triton")
         ),
         donate_argnums=0,
     )

@@ -1,5 +1,6 @@
 """A Mamba mixer by itself agrees with the recurrence in float64 in prefill, verify and decode rows."""
 
+import dataclasses
 import functools
 
 import jax
@@ -69,10 +70,11 @@ def rows(*calls):
     return Rows(
         query_start_loc=int32(np.cumsum([0, *lengths])),
         num_computed_tokens=int32(before),
-        recurrent_read=int32([recurrent]),
-        conv_read=int32([conv]),
+        read=int32([recurrent]),
+        window_read=int32([conv]),
         window_row=int32(row),
         write=int32([[(*blocks, *[0] * (WINDOW - len(blocks))) for blocks in write]]),
+        max_query_tokens=WINDOW,
     )
 
 
@@ -86,6 +88,7 @@ def test_mixer_matches_the_oracle(case):
     conv_state, state = layer.states("float32", "float32")
     pools = tuple(jnp.full((2, BLOCKS, *s.block_shape(WINDOW - 1)), jnp.nan, jnp.float32) for s in (conv_state, state))
     none = jax.tree.map(lambda v: v[..., :0] if v.ndim < 3 else v[:, :0], rows())
+    none = dataclasses.replace(none, query_start_loc=jnp.zeros(1, jnp.int32))
     run = jax.jit(lambda x, at, *pools: summed(*layer(x, at, *pools)))
 
     def step(x, decode=None, prefill=None):

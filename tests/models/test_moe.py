@@ -17,6 +17,7 @@ from mamba_align_jax.layers import moe
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual, total
 from mamba_align_jax.models import granitemoehybrid, jamba, nemotron_h
+from pallas_kernels import Run
 from pallas_kernels.mixture_of_experts import api, xla
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, SIZE = 37, 3, 6, 10, 7
@@ -86,7 +87,8 @@ def test_padding_tokens_choose_no_experts(name, rng, monkeypatch):
             lambda x, up, down, chosen, *rest, **how: seen.append(chosen) or call(x, up, down, chosen, *rest, **how),
         )
     x, valid = jnp.asarray(rng.normal(size=(TOKENS, HIDDEN)), jnp.float32), np.arange(TOKENS) < 30
-    whole, some = (total(out, jnp.float32) for out in (layer(x), layer(x, jnp.asarray(valid), "xla")))
+    by_xla = Run(implementation="xla")
+    whole, some = (total(out, jnp.float32) for out in (layer(x), layer(x, jnp.asarray(valid), by_xla)))
     np.testing.assert_array_equal(np.asarray(seen[1]).max(axis=1) >= 0, valid)
     np.testing.assert_array_equal(seen[0][:30], seen[1][:30])
     np.testing.assert_allclose(some[:30], whole[:30], atol=1e-6)
@@ -128,7 +130,7 @@ def test_a_router_takes_the_implementation_that_is_named(name, implementation):
     }[name]
     x = jax.ShapeDtypeStruct((4, 16), "bfloat16" if name == "shared expert" else "float32")
     with on("NVIDIA H200"):
-        traced = jax.jit(lambda x: layer(x, implementation=implementation)).trace(x)
+        traced = jax.jit(lambda x: layer(x, run=Run(implementation=implementation))).trace(x)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("xla.gpu.triton" in text) == (implementation is None)
 
@@ -137,7 +139,7 @@ def test_weights_gathered_at_once_are_bounded():
     """In XLA's implementation, a long chunk does not gather the weights of all its tiles at once."""
     layer = nnx.eval_shape(lambda: moe.Experts(64, 2048, 512, "float32", nnx.Rngs(0)))
     graph, params = nnx.split(layer)
-    call = jax.jit(lambda params, *arguments: nnx.merge(graph, params)(*arguments, "xla"))
+    call = jax.jit(lambda params, *arguments: nnx.merge(graph, params)(*arguments, Run(implementation="xla")))
     shape = lambda *dims, dtype="float32": jax.ShapeDtypeStruct(dims, dtype)
     lowered = call.lower(params, shape(2048, 2048), shape(2048, 8, dtype="int32"), shape(2048, 8))
     # The weights of all tiles would be 2.4 GB, and the rows of `jax.lax.ragged_dot` 8.6 GB.

@@ -18,6 +18,7 @@ from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.deferred import gram_sm90
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results
+from pallas_kernels.gated_delta_rule.gates import Gates
 
 
 def wide(array):
@@ -29,7 +30,8 @@ def gated_delta_rule_deferred(
     fold_block, *, max_query_tokens, lower_bound, allow_neg_eigval, scale, use_qk_l2norm,
 ):  # fmt: skip
     """Takes the arguments of the op, and returns its results."""
-    gate = Gate(lower_bound, allow_neg_eigval, scale, use_qk_l2norm)
+    gates = Gates(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
+    gate = Gate(gates, scale, use_qk_l2norm)
     qkv, a, b, A_log, dt_bias = map(np.asarray, (qkv, a, b, A_log, dt_bias))
     pool, ring_k, ring_u, ring_g = (np.array(x) for x in (pool, ring_k, ring_u, ring_g))
     out = np.zeros((qkv.shape[0], *pool.shape[2:4]), qkv.dtype)

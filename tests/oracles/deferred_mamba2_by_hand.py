@@ -3,28 +3,28 @@
 No CPU can interpret that kernel. This has its steps, in float64, so what the two launches hand over is tested anywhere.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from oracles.deferred_by_hand import wide
 
+from pallas_kernels.selective_state_update.deferred import Mamba2Entries
 from pallas_kernels.selective_state_update.deferred.weights import Factors, sizes, weights
 
 
-def selective_state_deferred(
-    xBC, dt, A, pool, ring_x, ring_B, ring_dt, ring_g, layer, query_start_loc, slot, base, position, read_block, fold_block,
-    *, max_query_tokens, D=None, dt_bias=None, dt_softplus=True,
-):  # fmt: skip
+def selective_state_deferred(xBC, dt, A, pool, ring, rows, *, D=None, dt_bias=None, dt_softplus=True):
     """Takes the arguments of the op, and returns its results."""
-    length = ring_x.shape[3] // 2
-    vectors, places = sizes(max_query_tokens, length)
-    given = weights(
-        xBC, dt, A, ring_x, ring_B, ring_dt, ring_g, jnp.int32(layer), query_start_loc, slot, base, position, fold_block,
-        D, dt_bias, vectors=vectors, dt_softplus=dt_softplus, interpret=True,
-    )  # fmt: skip
+    length, layer, groups = ring.x.shape[3] // 2, rows.layer, ring.B.shape[2]
+    vectors, places = sizes(rows.max_query_tokens, length)
+    rows = dataclasses.replace(rows, layer=jnp.int32(layer))
+    options = dict(vectors=vectors, dt_softplus=dt_softplus, interpret=True)
+    given = weights(xBC, dt, A, ring, rows, D, dt_bias, **options)
     at, ring_x, pool = Factors.of(vectors, places), wide(given["ring_x"]), np.array(pool)
     out = np.zeros((xBC.shape[0], *pool.shape[2:4]), xBC.dtype)
-    starts = np.asarray(query_start_loc)
-    blocks = zip(*(map(int, each) for each in (slot, base, position, read_block, fold_block)), strict=True)
+    starts = np.asarray(rows.query_start_loc)
+    of_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.read, rows.fold.block
+    blocks = zip(*(map(int, each) for each in of_row), strict=True)
     for row, (own, before, first, read, fold_to) in enumerate(blocks):
         count, group = int(starts[row + 1] - starts[row]), before // length * length
         boundary = group + length
@@ -32,7 +32,7 @@ def selective_state_deferred(
             continue
         for head in range(pool.shape[2]):
             weight, factors = (wide(given[name][row, head]) for name in ("weight", "factors"))
-            C, fold_B = (wide(given[name][row, head * ring_B.shape[2] // pool.shape[2]]) for name in ("C", "fold_B"))
+            C, fold_B = (wide(given[name][row, head * groups // pool.shape[2]]) for name in ("C", "fold_B"))
             state = wide(pool[layer, read, head]) if read else np.zeros(pool.shape[3:])
 
             def inputs(start, low, own=own, end=first + count, head=head):
@@ -53,7 +53,7 @@ def selective_state_deferred(
                 start = wide(pool[layer, read, head]) if read else np.zeros(pool.shape[3:])
                 x = inputs(group, before)
                 pool[layer, fold_to, head] = folded(start, x, factors, fold_B, at, places, pool.dtype)
-    return jnp.asarray(out), jnp.asarray(pool), *(given[name] for name in ("ring_x", "ring_B", "ring_dt", "ring_g"))
+    return jnp.asarray(out), jnp.asarray(pool), Mamba2Entries.of(given)
 
 
 def folded(state, x, factors, fold_B, at, places, dtype):

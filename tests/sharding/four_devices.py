@@ -44,7 +44,7 @@ from mamba_align_jax.models import load_model, mamba, nemotron_h, qwen3_5
 from mamba_align_jax.models.tensor_parallel import exchange_by, shard_model, share
 from mamba_align_jax.models.weights import save_weights
 from mamba_align_jax.sharding import AXIS, Part, columns, pool_partition, pool_sharding
-from pallas_kernels import Mailboxes, causal_conv1d_update, gated_delta_rule_update
+from pallas_kernels import Mailboxes, Rows, causal_conv1d_update, gated_delta_rule_update
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than running
@@ -459,9 +459,10 @@ def test_ops_run_in_another_shard_map(mesh):
 
     def step(qkv, weight, a, b, A_log, dt_bias, pool):
         conv, recurrent = pool.states[0]
-        zero = jnp.zeros(2, jnp.int32)
-        qkv, conv = causal_conv1d_update(qkv, conv, jnp.int32(1), weight, None, loc, read, zero, write[:, 0])
-        out, recurrent = gated_delta_rule_update(qkv, a, b, A_log, dt_bias, recurrent, jnp.int32(1), loc, read, write)
+        first = jnp.zeros(2, jnp.int32)
+        rows = Rows(query_start_loc=loc, layer=1, read=read, window_read=read, window_row=first, write=write)
+        qkv, conv = causal_conv1d_update(qkv, conv, weight, None, rows)
+        out, recurrent = gated_delta_rule_update(qkv, a, b, A_log, dt_bias, recurrent, rows)
         return out, pool.with_group(0, (conv, recurrent))
 
     order = columns([key, key, value], 4)

@@ -9,7 +9,7 @@ import jax
 
 import mamba_align_jax as ma
 from mamba_align_jax import AlignConfig, Engine, EngineConfig, GroupSpec, RecurrentState, RequestOutput, SamplingParams
-from pallas_kernels import state_copy
+from pallas_kernels import Run, state_copy
 
 
 def engines(directory: str) -> tuple[int, ...]:
@@ -43,6 +43,6 @@ def pools() -> ma.StatePool:
 
 
 def ops(pool: jax.Array, rows: jax.Array) -> jax.Array:
-    state_copy(pool, rows, rows, implementation="cuda")  # wrong
+    state_copy(pool, rows, rows, run=Run(implementation="cuda"))  # wrong
     state_copy(pool, rows)  # wrong
-    return state_copy(pool, rows, rows, implementation="xla")
+    return state_copy(pool, rows, rows, run=Run(implementation="xla"))

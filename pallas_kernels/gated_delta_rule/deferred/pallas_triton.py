@@ -17,9 +17,13 @@ from pallas_kernels._dot import dot, operand
 from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels._tiles import iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.dispatch import Run
 from pallas_kernels.gated_delta_rule.deferred._factors import sizes
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
-from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
+from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
+from pallas_kernels.gated_delta_rule.gates import Gates
+from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
+from pallas_kernels.rows import Rows
 
 
 class _Group(NamedTuple):
@@ -48,7 +52,7 @@ def _kernel(
     *,
     max_query_tokens: int,
     config: DeferredConfig,
-    gate: dict[str, Any],
+    gates: Gates,
     scale: float,
     use_qk_l2norm: bool,
     interpret: bool,
@@ -60,7 +64,7 @@ def _kernel(
             writes `out`.
         max_query_tokens: The largest number of tokens of a row.
         config: The launch configuration.
-        gate: Options of `gates`.
+        gates: How log decays and strengths are computed.
         scale: Factor of the queries.
         use_qk_l2norm: Whether queries and keys are normalised.
         interpret: Whether the kernel runs as plain JAX.
@@ -115,7 +119,7 @@ def _kernel(
             call = pt.load(call_at, mask=new[:, None] & exists[None, :], other=0.0)
             k.append(jnp.where(new[:, None], call, ring))
         a = pt.load(refs.a.at[token, head], mask=new, other=0.0)
-        g, _ = gates(a, a, A_log, dt_bias, **gate)
+        g, _ = gates.compute(a, a, A_log, dt_bias)
         g = jnp.where(new, g, pt.load(refs.ring_g.at[layer, slot, head, at], mask=old, other=0.0))
         return _Group(k, g, new, at)
 
@@ -181,7 +185,7 @@ def _kernel(
             squares = [jnp.sum(each * each, axis=1) for each in (each.astype(jnp.float32) for each in x)]
             factor = factor * jax.lax.rsqrt(sum(squares[1:], squares[0]) + L2_EPSILON)
         b = pt.load(refs.b.at[token, head], mask=inside, other=0.0)
-        beta = gates(b, b, A_log, dt_bias, **gate)[1]
+        beta = gates.compute(b, b, A_log, dt_bias)[1]
         # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
         until = index[None, :] <= place[:, None]
         later = jnp.where(index[None, :] > index[:, None], group.g[None, :], 0.0)
@@ -279,37 +283,31 @@ def gated_delta_rule_deferred(
     A_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
-    ring_k: jax.Array,
-    ring_u: jax.Array,
-    ring_g: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    slot: jax.Array,
-    base: jax.Array,
-    position: jax.Array,
-    read_block: jax.Array,
-    fold_block: jax.Array,
+    ring: DeltaRuleEntries,
+    rows: Rows,
     *,
-    max_query_tokens: int,
-    config: DeferredConfig | None = None,
-    interpret: bool = False,
+    run: Run,
     **options: Any,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, DeltaRuleEntries]:
     """Launches the kernel. See api.py."""
     value_heads, value_dim = pool.shape[2:4]
-    config = config or default_config(slot.shape[0], pool.dtype.itemsize)
-    rows = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
-    inputs = dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_block=read_block, fold_block=fold_block) | rows
+    config = run.config or default_config(rows.num_rows, pool.dtype.itemsize)
+    inputs = dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_block=rows.read, fold_block=rows.fold.block)
+    inputs |= dict(layer=rows.layer, query_start_loc=rows.query_start_loc, slot=rows.fold.slot, base=rows.fold.base)
+    inputs |= dict(position=rows.num_computed_tokens)
     outputs = {"out": jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype)}
-    grid = -(-value_dim // config.block_value), value_heads, slot.shape[0]
+    grid = -(-value_dim // config.block_value), value_heads, rows.num_rows
     results = pt.call(
-        functools.partial(_kernel, max_query_tokens=max_query_tokens, config=config, interpret=interpret, **options),
+        functools.partial(
+            _kernel, max_query_tokens=rows.max_query_tokens, config=config, interpret=run.interpret, **options
+        ),
         name="gated_delta_rule_deferred",
         grid=grid,
         inputs=inputs,
         outputs=outputs,
-        updates=dict(pool=pool, ring_k=ring_k, ring_u=ring_u, ring_g=ring_g),
+        updates=dict(pool=pool, ring_k=ring.k, ring_u=ring.u, ring_g=ring.g),
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
-    return tuple(results[name] for name in ("out", "pool", "ring_k", "ring_u", "ring_g"))
+    entries = DeltaRuleEntries(k=results["ring_k"], u=results["ring_u"], g=results["ring_g"])
+    return results["out"], results["pool"], entries

@@ -6,7 +6,6 @@ compute the coefficients that need no values (gram_sm90.py). Several CTAs share 
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,10 @@ from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
+from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
 from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results, store_gram
+from pallas_kernels.gated_delta_rule.gates import Gates
+from pallas_kernels.rows import Rows
 
 _VALUES = 64  # value dims of a CTA: the rows of a product on tensor cores
 _LENGTHS = (16, 32)  # of groups: the widths of tiles of corrections
@@ -264,38 +266,29 @@ def gated_delta_rule_deferred(
     A_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
-    ring_k: jax.Array,
-    ring_u: jax.Array,
-    ring_g: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    slot: jax.Array,
-    base: jax.Array,
-    position: jax.Array,
-    read_block: jax.Array,
-    fold_block: jax.Array,
+    ring: DeltaRuleEntries,
+    rows: Rows,
     *,
-    max_query_tokens: int,
-    gate: dict[str, Any],
+    gates: Gates,
     scale: float,
     use_qk_l2norm: bool,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, DeltaRuleEntries]:
     """Launches the kernel. See api.py."""
     value_heads, value_dim, key_dim = pool.shape[2:]
-    vectors, places = sizes(max_query_tokens, ring_k.shape[3] // 2)
-    updated = [jax.new_ref(x) for x in (pool, ring_k, ring_u, ring_g)]
+    vectors, places = sizes(rows.max_query_tokens, ring.k.shape[3] // 2)
+    updated = [jax.new_ref(x) for x in (pool, ring.k, ring.u, ring.g)]
     count, tile = 3 if pool.dtype == jnp.float32 else 2, hp.SWIZZLE // pool.dtype.itemsize
-    options = dict(max_query_tokens=max_query_tokens, count=count)
+    options = dict(max_query_tokens=rows.max_query_tokens, count=count)
     out = hp.kernel(
-        functools.partial(_kernel, **options, gate=Gate(**gate, scale=scale, use_qk_l2norm=use_qk_l2norm)),
+        functools.partial(_kernel, **options, gate=Gate(gates, scale, use_qk_l2norm)),
         out_type=jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype),
-        grid=(slot.shape[0], value_heads, value_dim // _VALUES),
+        grid=(rows.num_rows, value_heads, value_dim // _VALUES),
         grid_names=("row", "head", "part"),
         scratch_types=[
             hp.tiled(key_dim // tile, _VALUES, tile, dtype=pool.dtype),
             # A step of a product has as many keys as a row of a state's tile.
             hp.tiled(vectors, key_dim, dtype=qkv.dtype, swizzle=2 * hp.SWIZZLE // pool.dtype.itemsize),
-            hp.SMEM((2, places, _VALUES), ring_u.dtype),
+            hp.SMEM((2, places, _VALUES), ring.u.dtype),
             hp.tiled(places, key_dim, dtype=qkv.dtype, swizzle=2 * places),
             hp.SMEM((vectors // 2, _VALUES), qkv.dtype),
             hp.SMEM((2, vectors, places), jnp.float32),
@@ -307,13 +300,13 @@ def gated_delta_rule_deferred(
         ],
         kernel_name="gated_delta_rule_deferred",
     )(
-        layer.reshape(1),
-        query_start_loc,
-        slot,
-        base,
-        position,
-        read_block,
-        fold_block,
+        jnp.reshape(rows.layer, 1),
+        rows.query_start_loc,
+        rows.fold.slot,
+        rows.fold.base,
+        rows.num_computed_tokens,
+        rows.read,
+        rows.fold.block,
         qkv,
         a,
         b,
@@ -321,4 +314,5 @@ def gated_delta_rule_deferred(
         dt_bias,
         *updated,
     )
-    return out, *(jax.freeze(each) for each in updated)
+    pool, k, u, g = (jax.freeze(each) for each in updated)
+    return out, pool, DeltaRuleEntries(k=k, u=u, g=g)

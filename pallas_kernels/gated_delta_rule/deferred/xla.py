@@ -1,12 +1,13 @@
 """Deferred states in plain jax.numpy: row by row and token by token, with sums over a group in the order of its places."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._deferred_rows import run_rows
-from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
+from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
+from pallas_kernels.gated_delta_rule.gates import Gates
+from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
+from pallas_kernels.rows import Rows
 
 
 def gated_delta_rule_deferred(
@@ -16,26 +17,18 @@ def gated_delta_rule_deferred(
     A_log: jax.Array,
     dt_bias: jax.Array,
     pool: jax.Array,
-    ring_k: jax.Array,
-    ring_u: jax.Array,
-    ring_g: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    slot: jax.Array,
-    base: jax.Array,
-    position: jax.Array,
-    read_block: jax.Array,
-    fold_block: jax.Array,
+    ring: DeltaRuleEntries,
+    rows: Rows,
     *,
-    gate: dict[str, Any],
+    gates: Gates,
     scale: float,
     use_qk_l2norm: bool,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, DeltaRuleEntries]:
     """Advances packed rows. See api.py."""
     # All key channels of a head share a log decay.
-    A_log, dt_bias, a, ring_g = A_log[:, None], dt_bias[:, None], a[..., None], ring_g[..., None]
+    A_log, dt_bias, a, layer = A_log[:, None], dt_bias[:, None], a[..., None], rows.layer
     value_heads, value_dim, key_dim = pool.shape[2:]
-    key_heads, places = ring_k.shape[2:4]
+    key_heads, places = ring.k.shape[2:4]
     length = places // 2
     repeats = value_heads // key_heads
     key_channels = key_heads * key_dim
@@ -76,7 +69,7 @@ def gated_delta_rule_deferred(
         here, at = position - first, position % places
         q, raw_k = (x.reshape(-1, key_dim) for x in jnp.split(qkv[token, : 2 * key_channels], 2))
         v = qkv[token, 2 * key_channels :].reshape(value_heads, value_dim).astype(jnp.float32)
-        g, beta = gates(a[token], b[token][:, None], A_log, dt_bias, **gate)
+        g, beta = gates.compute(a[token], b[token][:, None], A_log, dt_bias)
         q, k = q.astype(jnp.float32), raw_k.astype(jnp.float32)
         q_factor, k_factor = factor(q) * scale, factor(k)
         rings = (rings[0].at[layer, slot, :, at].set(raw_k), rings[1], rings[2].at[layer, slot, :, at].set(g))
@@ -93,13 +86,12 @@ def gated_delta_rule_deferred(
 
         known, weight = seen(k, k_factor)
         known = known + jnp.sum(weight * u, axis=1)
-        new = ((beta * per_value_head(k_factor)[:, None]) * (v - known)).astype(ring_u.dtype)
+        new = ((beta * per_value_head(k_factor)[:, None]) * (v - known)).astype(ring.u.dtype)
         rings = (rings[0], rings[1].at[layer, slot, :, at].set(new), rings[2])
         u = jnp.where((place == here)[:, None], new.astype(jnp.float32)[:, None, :], u)
         known, weight = seen(q, q_factor)
         return out.at[token].set((known + jnp.sum(weight * u, axis=1)).astype(out.dtype)), rings
 
     out = jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype)
-    where = query_start_loc, slot, base, position, read_block, fold_block
-    out, pool, rings = run_rows(fold, advance, layer, where, length, out, pool, (ring_k, ring_u, ring_g))
-    return out, pool, *rings[:2], rings[2][..., 0]
+    out, pool, (k, u, g) = run_rows(fold, advance, rows, length, out, pool, (ring.k, ring.u, ring.g[..., None]))
+    return out, pool, DeltaRuleEntries(k=k, u=u, g=g[..., 0])

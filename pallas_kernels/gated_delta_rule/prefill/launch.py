@@ -12,10 +12,12 @@ from pallas_kernels import device
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
+from pallas_kernels.dispatch import Run
 from pallas_kernels.gated_delta_rule.config import PrefillConfig, default_prefill_config
 from pallas_kernels.gated_delta_rule.prefill.chunk_intra import decay_spans, last_block, products, products_per_channel
 from pallas_kernels.gated_delta_rule.prefill.chunk_states import states
 from pallas_kernels.gated_delta_rule.prefill.solve_tril import inverse
+from pallas_kernels.rows import Rows
 
 CHUNK_SIZES = (16, 32, 64)
 
@@ -114,24 +116,18 @@ def gated_delta_rule_prefill(
     g: jax.Array,
     beta: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    chunks: Chunks,
-    read_block: jax.Array,
-    write_block: jax.Array,
-    checkpoint_offset: jax.Array | None = None,
-    checkpoint_block: jax.Array | None = None,
+    rows: Rows,
     *,
     scale: float,
     use_qk_l2norm: bool,
     layout: StateLayout,
-    config: PrefillConfig | None = None,
-    interpret: bool = False,
+    run: Run,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the op that `gated_delta_rule_prefill` in api.py describes, by the Triton kernels."""
-    size = chunks.chunk_size
-    key_dim, (value_heads, value_dim), rows = k.shape[2], v.shape[1:], read_block.shape[0]
-    config = config or default_prefill_config(value_heads * value_dim * rows, key_dim, k.dtype.itemsize, g.ndim == 3)
+    chunks, interpret = rows.chunks, run.interpret
+    size, key_dim, (value_heads, value_dim) = chunks.chunk_size, k.shape[2], v.shape[1:]
+    values = value_heads * value_dim * rows.num_rows
+    config = run.config or default_prefill_config(values, key_dim, k.dtype.itemsize, g.ndim == 3)
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, config=config, interpret=interpret)
     multiplied = multiply(q, k, g, beta, chunks, **options)
     launch = dict(dtype=k.dtype, pieces=config.pieces, interpret=interpret)
@@ -139,19 +135,18 @@ def gated_delta_rule_prefill(
     results = pt.call(
         functools.partial(states, size=size, config=config, layout=layout, interpret=interpret),
         name="gated_delta_rule_prefill_states",
-        grid=(-(-value_dim // config.tile_value), value_heads, rows),
+        grid=(-(-value_dim // config.tile_value), value_heads, rows.num_rows),
         inputs=dict(
             q=q,
             k=k,
             v=v,
-            layer=layer,
-            query_start_loc=query_start_loc,
+            layer=rows.layer,
+            query_start_loc=rows.query_start_loc,
             cu_chunk_seqlens=chunks.cu_chunk_seqlens,
             first_chunk=chunks.first_chunk_indices,
-            read_block=read_block,
-            write_block=write_block,
-            checkpoint_offset=checkpoint_offset,
-            checkpoint_block=checkpoint_block,
+            read_block=rows.read,
+            write_block=rows.write[:, 0],
+            **rows.checkpoint_inputs,
             scales=None,
         )
         | multiplied,

@@ -16,7 +16,10 @@ from pallas_kernels._math import softplus
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels._tiles import BLOCK, iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.dispatch import Run
+from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig, default_config
+from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
 
 
 class _Group(NamedTuple):
@@ -191,40 +194,29 @@ def selective_state_deferred(
     dt: jax.Array,
     A: jax.Array,
     pool: jax.Array,
-    ring_x: jax.Array,
-    ring_B: jax.Array,
-    ring_dt: jax.Array,
-    ring_g: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    slot: jax.Array,
-    base: jax.Array,
-    position: jax.Array,
-    read_block: jax.Array,
-    fold_block: jax.Array,
+    ring: Mamba2Entries,
+    rows: Rows,
     D: jax.Array | None,
     dt_bias: jax.Array | None,
     *,
-    max_query_tokens: int,
     dt_softplus: bool,
-    config: DeferredConfig | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, ...]:
+    run: Run,
+) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
     """Launches the kernel. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
-    config = config or default_config(state_dim, pool.dtype.itemsize)
-    rows = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
-    rows |= dict(read_block=read_block, fold_block=fold_block)
-    options = dict(max_query_tokens=max_query_tokens, dt_softplus=dt_softplus, interpret=interpret)
-    updates = dict(pool=pool, ring_x=ring_x, ring_B=ring_B, ring_dt=ring_dt, ring_g=ring_g)
+    config = run.config or default_config(state_dim, pool.dtype.itemsize)
+    inputs = dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias, layer=rows.layer, query_start_loc=rows.query_start_loc)
+    inputs |= dict(slot=rows.fold.slot, base=rows.fold.base, position=rows.num_computed_tokens)
+    inputs |= dict(read_block=rows.read, fold_block=rows.fold.block)
+    options = dict(max_query_tokens=rows.max_query_tokens, dt_softplus=dt_softplus, interpret=run.interpret)
     results = pt.call(
         functools.partial(_kernel, config=config, **options),
         name="selective_state_deferred",
-        grid=(-(-head_dim // config.block_dim), heads, slot.shape[0]),
-        inputs=dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias) | rows,
+        grid=(-(-head_dim // config.block_dim), heads, rows.num_rows),
+        inputs=inputs,
         outputs={"out": jax.ShapeDtypeStruct((xBC.shape[0], heads, head_dim), xBC.dtype)},
-        updates=updates,
+        updates=dict(pool=pool) | ring.by_name,
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=run.interpret,
     )
-    return tuple(results[name] for name in ("out", *updates))
+    return results["out"], results["pool"], Mamba2Entries.of(results)

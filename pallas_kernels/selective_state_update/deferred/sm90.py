@@ -14,16 +14,18 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.rows import Rows
+from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
 from pallas_kernels.selective_state_update.deferred.weights import Factors, sizes, weights
 
 _CHANNELS = 64  # of a CTA: the rows of a product on tensor cores
 _LENGTHS = (16, 32)  # of groups: the widths of tiles of entries
 
 
-def unsupported(xBC: jax.Array, pool: jax.Array, ring_x: jax.Array) -> str | None:
+def unsupported(xBC: jax.Array, pool: jax.Array, ring: Mamba2Entries) -> str | None:
     """Returns the reason why the kernel cannot run these arguments, or None if it can."""
     head_dim, state_dim = pool.shape[3:]
-    length = ring_x.shape[3] // 2
+    length = ring.x.shape[3] // 2
     if xBC.dtype != jnp.bfloat16:
         return f"xBC must be bfloat16, got {xBC.dtype}"
     if head_dim % _CHANNELS or state_dim % 64 or state_dim > 256:
@@ -212,34 +214,23 @@ def selective_state_deferred(
     dt: jax.Array,
     A: jax.Array,
     pool: jax.Array,
-    ring_x: jax.Array,
-    ring_B: jax.Array,
-    ring_dt: jax.Array,
-    ring_g: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    slot: jax.Array,
-    base: jax.Array,
-    position: jax.Array,
-    read_block: jax.Array,
-    fold_block: jax.Array,
+    ring: Mamba2Entries,
+    rows: Rows,
     D: jax.Array | None,
     dt_bias: jax.Array | None,
     *,
-    max_query_tokens: int,
     dt_softplus: bool,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
     """Launches both kernels. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
-    vectors, places = sizes(max_query_tokens, ring_x.shape[3] // 2)
-    rows = query_start_loc, slot, base, position
-    rings, options = (ring_x, ring_B, ring_dt, ring_g), dict(vectors=vectors, dt_softplus=dt_softplus)
-    given = weights(xBC, dt, A, *rings, layer, *rows, fold_block, D, dt_bias, **options)
+    fold, max_query_tokens = rows.fold, rows.max_query_tokens
+    vectors, places = sizes(max_query_tokens, ring.x.shape[3] // 2)
+    given = weights(xBC, dt, A, ring, rows, D, dt_bias, vectors=vectors, dt_softplus=dt_softplus)
     updated = jax.new_ref(pool)
     out = hp.kernel(
         functools.partial(_kernel, max_query_tokens=max_query_tokens, count=3 if pool.dtype == jnp.float32 else 2),
         out_type=jax.ShapeDtypeStruct((xBC.shape[0], heads, head_dim), xBC.dtype),
-        grid=(slot.shape[0], heads, head_dim // _CHANNELS),
+        grid=(rows.num_rows, heads, head_dim // _CHANNELS),
         grid_names=("row", "head", "part"),
         scratch_types=[
             hp.tiled(_CHANNELS, state_dim, dtype=pool.dtype),
@@ -255,11 +246,14 @@ def selective_state_deferred(
         ],
         kernel_name="selective_state_deferred",
     )(
-        layer.reshape(1),
-        *rows,
-        read_block,
-        fold_block,
+        jnp.reshape(rows.layer, 1),
+        rows.query_start_loc,
+        fold.slot,
+        fold.base,
+        rows.num_computed_tokens,
+        rows.read,
+        fold.block,
         *(given[name] for name in ("ring_x", "C", "weight", "factors", "fold_B")),
         updated,
     )
-    return out, jax.freeze(updated), *(given[name] for name in ("ring_x", "ring_B", "ring_dt", "ring_g"))
+    return out, jax.freeze(updated), Mamba2Entries.of(given)

@@ -15,6 +15,8 @@ from pallas_kernels._math import softplus
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels._tiles import BLOCK, iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.rows import Rows
+from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
 
 _HEADS = 16  # of a program, which share their B and C
 _WARPS = 4
@@ -171,16 +173,8 @@ def weights(
     xBC: jax.Array,
     dt: jax.Array,
     A: jax.Array,
-    ring_x: jax.Array,
-    ring_B: jax.Array,
-    ring_dt: jax.Array,
-    ring_g: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    slot: jax.Array,
-    base: jax.Array,
-    position: jax.Array,
-    fold_block: jax.Array,
+    ring: Mamba2Entries,
+    rows: Rows,
     D: jax.Array | None,
     dt_bias: jax.Array | None,
     *,
@@ -200,22 +194,24 @@ def weights(
         `fold_B`, the B of the first group [rows, groups, places, state_dim], 0 for places without an entry;
         and the updated `ring_x`, `ring_B`, `ring_dt` and `ring_g`, with all entries of the call's tokens.
     """
-    (groups, ring_places, state_dim), (rows, heads) = ring_B.shape[2:], (slot.shape[0], A.shape[0])
+    (groups, ring_places, state_dim), num_rows, heads = ring.B.shape[2:], rows.num_rows, A.shape[0]
     places = sizes(vectors, ring_places // 2)[1]
     array, f32 = jax.ShapeDtypeStruct, jnp.float32
-    row = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
+    inputs = dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias, fold_block=rows.fold.block, layer=rows.layer)
+    inputs |= dict(query_start_loc=rows.query_start_loc, slot=rows.fold.slot, base=rows.fold.base)
+    inputs |= dict(position=rows.num_computed_tokens)
     return pt.call(
         functools.partial(_kernel, vectors=vectors, dt_softplus=dt_softplus, interpret=interpret),
         name="selective_state_deferred_weights",
-        grid=(groups * -(-(heads // groups) // _HEADS), rows),
-        inputs=dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias, fold_block=fold_block) | row,
+        grid=(groups * -(-(heads // groups) // _HEADS), num_rows),
+        inputs=inputs,
         outputs=dict(
-            weight=array((rows, heads, vectors, places), f32),
-            factors=array((rows, heads, Factors.of(vectors, places).size), f32),
-            C=array((rows, groups, vectors, state_dim), xBC.dtype),
-            fold_B=array((rows, groups, places, state_dim), xBC.dtype),
+            weight=array((num_rows, heads, vectors, places), f32),
+            factors=array((num_rows, heads, Factors.of(vectors, places).size), f32),
+            C=array((num_rows, groups, vectors, state_dim), xBC.dtype),
+            fold_B=array((num_rows, groups, places, state_dim), xBC.dtype),
         ),
-        updates=dict(ring_x=ring_x, ring_B=ring_B, ring_dt=ring_dt, ring_g=ring_g),
+        updates=ring.by_name,
         num_warps=_WARPS,
         interpret=interpret,
     )

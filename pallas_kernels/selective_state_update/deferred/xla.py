@@ -5,6 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels._deferred_rows import run_rows
 from pallas_kernels._math import softplus
+from pallas_kernels.rows import Rows
+from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
 
 
 def selective_state_deferred(
@@ -12,25 +14,16 @@ def selective_state_deferred(
     dt: jax.Array,
     A: jax.Array,
     pool: jax.Array,
-    ring_x: jax.Array,
-    ring_B: jax.Array,
-    ring_dt: jax.Array,
-    ring_g: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    slot: jax.Array,
-    base: jax.Array,
-    position: jax.Array,
-    read_block: jax.Array,
-    fold_block: jax.Array,
+    ring: Mamba2Entries,
+    rows: Rows,
     D: jax.Array | None,
     dt_bias: jax.Array | None,
     *,
     dt_softplus: bool,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
     """Advances packed rows. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
-    groups, places = ring_B.shape[2:4]
+    groups, places = ring.B.shape[2:4]
     length = places // 2
     inner, of_groups = heads * head_dim, groups * state_dim
     place = jnp.arange(length, dtype=jnp.int32)
@@ -43,7 +36,7 @@ def selective_state_deferred(
         """Returns x, B, dt and g of the positions low .. high - 1 of the group that starts at `first`, and 0 elsewhere."""
         position = first + place
         inside = (position >= low) & (position < high)
-        x, B, dt, g = (ring[layer, slot][:, first % places + place].astype(jnp.float32) for ring in rings)
+        x, B, dt, g = (ring[rows.layer, slot][:, first % places + place].astype(jnp.float32) for ring in rings)
         x, B = (jnp.where(inside[:, None], v, 0.0) for v in (x, B))
         return x, B, *(jnp.where(inside, v, 0.0) for v in (dt, g))
 
@@ -70,7 +63,7 @@ def selective_state_deferred(
         step = step if dt_bias is None else step + dt_bias.astype(jnp.float32)
         step = softplus(step) if dt_softplus else step
         entry = x, B, step, A * step
-        rings = tuple(ring.at[layer, slot, :, at].set(v) for ring, v in zip(rings, entry, strict=True))
+        rings = tuple(ring.at[rows.layer, slot, :, at].set(v) for ring, v in zip(rings, entry, strict=True))
         xs, Bs, steps, g = entries(rings, slot, first, base, position + 1)
         decay, of_state = decays(g, here)
         C = C.astype(jnp.float32)
@@ -81,7 +74,5 @@ def selective_state_deferred(
         return out.at[token].set(y.astype(out.dtype)), rings
 
     out = jnp.zeros((xBC.shape[0], heads, head_dim), xBC.dtype)
-    where = query_start_loc, slot, base, position, read_block, fold_block
-    rings = ring_x, ring_B, ring_dt, ring_g
-    out, pool, rings = run_rows(fold, advance, layer, where, length, out, pool, rings)
-    return out, pool, *rings
+    out, pool, rings = run_rows(fold, advance, rows, length, out, pool, (ring.x, ring.B, ring.dt, ring.g))
+    return out, pool, Mamba2Entries(*rings)

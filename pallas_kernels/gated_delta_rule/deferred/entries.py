@@ -1,0 +1,26 @@
+"""The entries that slots keep in their rings, instead of a state after each token."""
+
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels._check import Arguments
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DeltaRuleEntries(Arguments):
+    """The rings of all layers and slots. They are updated in place if the enclosing jit donates them, and copied otherwise.
+
+    What of a ring holds no entry of its slot's row may hold anything.
+
+    Attributes:
+        k: Raw keys of the entries, in the dtype of the op's inputs.
+        u: Corrections of the entries.
+        g: Log decays of the entries.
+    """
+
+    k: Float[Array, "layers slots key_heads places key_dim"]
+    u: Float[Array, "layers slots value_heads places value_dim"]
+    g: Float32[Array, "layers slots value_heads places"]

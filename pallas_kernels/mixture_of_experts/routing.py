@@ -1,0 +1,88 @@
+"""How a router's outputs choose the experts of a token."""
+
+import functools
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._check import Arguments, dtype_of, require
+
+Scores: TypeAlias = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Arguments):
+    """How a router's outputs choose a token's experts, and weight them. It is static.
+
+    Shared experts, which every token has, follow the others in number and in order.
+
+    Attributes:
+        top_k: The number of experts per token, shared ones not included.
+        scores: The function that takes a token's logits to scores: "softmax" over all experts, or "sigmoid" of each.
+        groups: The number of groups of consecutive experts, of equal size.
+        top_groups: The number of groups from which a token's experts come: those whose two best experts have the largest
+            sum of score + bias.
+        shared: The number of shared experts.
+        shared_gate: Whether the logits have one output more, the last, whose sigmoid is the weight of the shared experts. It
+            is 1 otherwise.
+        renormalise: Whether the weights of a token's experts are scaled to the sum 1.
+        scale: Factor of the weights, after that.
+        logits_dtype: The dtype to which the total of the logits' shares is rounded. None does not round it.
+    """
+
+    top_k: int
+    scores: Scores = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    shared: int = 0
+    shared_gate: bool = False
+    renormalise: bool = True
+    scale: float = 1.0
+    logits_dtype: str | None = None
+
+    @property
+    def chosen(self) -> int:
+        """The number of experts per token, shared ones included."""
+        return self.top_k + self.shared
+
+    def routed(self, logits: Any) -> int:
+        """Returns the number of experts that are not shared, of logits [..., outputs]."""
+        return logits.shape[-1] - self.shared_gate
+
+    def total(self, shares: Iterable[jax.Array]) -> jax.Array:
+        """Adds the shares of logits in float32 and rounds the total."""
+        total = functools.reduce(operator.add, [share.astype(jnp.float32) for share in shares])
+        return total.astype(self.logits_dtype or jnp.float32).astype(jnp.float32)
+
+    def checked(self, op: str, logits: jax.Array, bias: jax.Array | None) -> "Routing":
+        """Returns itself for op `op`, whose logits are [tokens, outputs] or [shares, tokens, outputs].
+
+        Raises:
+            ValueError: A field cannot be that of these logits, or they are no shares, or the bias is of other experts.
+        """
+        experts = self.routed(logits)
+        require(logits.ndim == 2 or logits.shape[0] >= 1, f"{op}: logits must have at least one share, got none")
+        if bias is not None and bias.shape[0] != experts:
+            raise ValueError(f"{op}: bias must have an element for each of {experts} experts, got {bias.shape[0]}")
+        field, groups, top_groups = f"{op}: routing", self.groups, self.top_groups
+        require(
+            self.shared >= int(self.shared_gate),
+            f"{field}.shared must be at least 0, and at least 1 with shared_gate, got {self.shared}",
+        )
+        is_known = self.scores in ("softmax", "sigmoid")
+        require(is_known, f"{field}.scores must be 'softmax' or 'sigmoid', got {self.scores!r}")
+        is_divisor = groups >= 1 and experts % groups == 0
+        require(is_divisor, f"{field}.groups must divide {experts} experts, got {groups}")
+        require(1 <= top_groups <= groups, f"{field}.top_groups must be from 1 to groups = {groups}, got {top_groups}")
+        allowed = experts // groups * top_groups
+        require(1 <= self.top_k <= allowed, f"{field}.top_k must be from 1 to {allowed}, got {self.top_k}")
+        require(
+            top_groups == groups or experts // groups >= 2,
+            f"{op}: a group must have at least 2 experts, got {experts} experts in {groups} groups",
+        )
+        dtype_of(op, "routing.logits_dtype", self.logits_dtype, jnp.float32)
+        return replace(self, scale=float(self.scale))
