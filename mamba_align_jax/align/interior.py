@@ -21,7 +21,7 @@ def prefill_checkpoints(
         block_row: The block of each column, for one group.
 
     Returns:
-        The prefill ops' `checkpoint_offset` and `checkpoint_block`: for each boundary the number of the row's tokens
+        One row's `RowCheckpoints.offset` and `RowCheckpoints.block`: for each boundary the number of the row's tokens
         before it, in rising order, and its block, or NULL_BLOCK if the column has none. To pad them, repeat
         `num_tokens` and NULL_BLOCK.
 
@@ -54,8 +54,8 @@ def interior_checkpoints(
             (n + block_size - 2) // block_size is enough.
 
     Returns:
-        The prefill ops' `checkpoint_offset`, and the boundaries' columns, int32 [rows, checkpoints] each. The column is
-        -1 where there is no further boundary. `BlockTables.lookup` turns the columns into the ops' `checkpoint_block`.
+        `RowCheckpoints.offset`, and the boundaries' columns, int32 [rows, checkpoints] each. The column is -1 where there
+        is no further boundary. `BlockTables.lookup` turns the columns into `RowCheckpoints.block`.
     """
     first = column_of(num_computed_tokens + 1, block_size)
     last = column_of(num_computed_tokens + num_tokens, block_size)
