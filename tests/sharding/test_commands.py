@@ -101,7 +101,7 @@ def test_lost_pools_are_made_again_everywhere():
     engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
     (first,) = engine.generate([1, 2, 3], FULL)
     jax.tree.map(lambda array: array.delete(), engine.runner.device_state.pool)
-    engine._is_torn = True
+    engine.changing.is_torn = True
     (again,) = engine.generate([1, 2, 3], FULL)
     assert again.token_ids == first.token_ids
     assert engine.mirror.names.count("do_reset") == 1

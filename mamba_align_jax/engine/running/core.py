@@ -28,6 +28,7 @@ from mamba_align_jax.engine.interrupts import as_exception, failure
 from mamba_align_jax.engine.model import end_tokens
 from mamba_align_jax.engine.running.block_size_warning import BlockSizeWatch, warn_of_rounding
 from mamba_align_jax.engine.running.cache_reports import CacheReports
+from mamba_align_jax.engine.running.changing import Changing
 from mamba_align_jax.engine.running.results import count_row, end_reason, tokens_up_to_end
 from mamba_align_jax.engine.running.trace import TracedStep, trace_step
 from mamba_align_jax.engine.running.updates import Updates
@@ -63,6 +64,7 @@ class EngineCore:
         runner: Runs them.
         steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
         unread_steps: The steps that were dispatched and not read, the oldest first.
+        changing: The context in which the bookkeeping is changed.
     """
 
     # What an engine over several processes replaces.
@@ -127,8 +129,7 @@ class EngineCore:
         self._updates = Updates()
         self._trace: Callable[[TracedStep], None] | None = None
         self._turns = Turns("the engine", lambda: self.runner.is_current_thread())
-        # True while the bookkeeping is being changed. If a call finds it so, an earlier one was cut off.
-        self._is_torn = False
+        self.changing = Changing()
 
     def _new_cache(self) -> HybridCache:
         """Makes an empty cache, which reports into the engine's counters."""
@@ -169,12 +170,12 @@ class EngineCore:
         return self._turns.take(self._make_whole_and, change, *args, **kwargs)
 
     def _make_whole_and(self, change: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._is_torn:
+        if self.changing.is_torn:
             self._recover()
         try:
             return change(*args, **kwargs)
         except BaseException:
-            if self._is_torn:
+            if self.changing.is_torn:
                 self._recover()
             raise
 
@@ -186,51 +187,49 @@ class EngineCore:
         text = GeneratedText.after(prompt, self.tokenizer, params.stop, params.min_tokens) if self.tokenizer else None
         grammar = self._grammars.start(params.grammar) if params.grammar else None
         request = Request(next(self._ids), prompt, params, outbox, text=text, grammar=grammar)
-        self._is_torn = True
         try:
-            self.scheduler.add(request)
-            self._requests[request.id] = request
-            self._is_torn = False
+            with self.changing:
+                self.scheduler.add(request)
+                self._requests[request.id] = request
             return request.id
         except BaseException:
-            # The caller doesn't know the request.
-            self._is_torn = True
+            # The caller doesn't know the request, even if the change was whole. The flag is set without a call, because
+            # a second interrupt may come at the beginning of one.
+            self.changing.is_torn = True
             self._requests.pop(request.id, None)
             raise
 
     def _abort(self, request: Request, outbox: dict[int, RequestOutput]) -> None:
         """Ends a request at once. The output goes to `outbox`, and to whoever else waits for it."""
-        self._is_torn = True
-        self.scheduler.remove(request)
-        own = outbox if request.outbox is self._outputs and not self._updates.have_reader else request.outbox
-        outbox[request.id] = self._end(request, "abort", outbox=own)
-        self._reports.flush()
-        self._is_torn = False
+        with self.changing:
+            self.scheduler.remove(request)
+            own = outbox if request.outbox is self._outputs and not self._updates.have_reader else request.outbox
+            outbox[request.id] = self._end(request, "abort", outbox=own)
+            self._reports.flush()
 
     def _reset_prefix_cache(self) -> None:
-        self._is_torn = True
-        self.cache.reset_prefix_cache()
-        self._reports.flush()
-        self._is_torn = False
+        with self.changing:
+            self.cache.reset_prefix_cache()
+            self._reports.flush()
 
     def _advance(self) -> None:
         """Dispatches one step and reads the oldest unread one. What a request makes it raise ends that request."""
         if not self.unread_steps:
             self._check_launches()
-        self._is_torn = True
-        try:
-            self._step()
-            self._reports.flush()
-        except BaseException as raised:
-            self._fail(failure(raised), self._failed_requests())
-        self._is_torn = False
+        with self.changing:
+            try:
+                self._step()
+                self._reports.flush()
+            except BaseException as raised:
+                # An interrupt is raised again, and the caller's turn ends with `_recover`.
+                self._fail(failure(raised), self._failed_requests())
 
     def _check_launches(self) -> None:
         """Waits until all that was begun is launched. If something was not, those end that run, because they need it."""
         error = self.runner.failure
         if error is not None:
-            self._is_torn = True
-            self._fail(as_exception(error), {})
+            with self.changing:
+                self._fail(as_exception(error), {})
 
     def _advance_and_update(self) -> dict[int, RequestUpdate]:
         """Makes a step, and an update of each request with new tokens. Returns the updates of those that have ended."""
@@ -242,10 +241,9 @@ class EngineCore:
                 request.read_text()
             except BaseException as raised:
                 error = failure(raised)
-                self._is_torn = True
-                self.scheduler.remove(request)
-                self._end_alone(request, error)
-                self._is_torn = False
+                with self.changing:
+                    self.scheduler.remove(request)
+                    self._end_alone(request, error)
             else:
                 self._updates.add(request)
         self._updates.forget_all_but(self._requests, self._outputs)
@@ -361,6 +359,10 @@ class EngineCore:
         Every unfinished request waits again, with the tokens that it has. What is cached stays if the pools exist and the
         cache accounts for every block. This method may be cut off itself: it does nothing that it can't repeat.
         """
+        with self.changing:
+            self._requeue_all()
+
+    def _requeue_all(self) -> None:
         self.unread_steps.clear()
         self._rows_at_work = ()
         for request in list(self._requests.values()):
@@ -379,7 +381,6 @@ class EngineCore:
         self._reports.restart(self.cache)
         self._waiting.replace(self._requests.values())
         self.scheduler = self._new_scheduler()
-        self._is_torn = False
 
     def _ends_by_its_tokens(self, request: Request) -> bool:
         """Ends a request if its tokens, or a tokenizer that raises, end it, and returns whether they did."""

@@ -140,9 +140,8 @@ class Engine(PortableCore):
         return time.perf_counter() - begin
 
     def _warm(self, bucket: Bucket) -> None:
-        self._is_torn = True
-        self.runner.warm(bucket)
-        self._is_torn = False
+        with self.changing:
+            self.runner.warm(bucket)
 
     @property
     def num_programs(self) -> int:
@@ -221,9 +220,9 @@ class Engine(PortableCore):
         self._alone(self._listen, listener)
 
     def _listen(self, listener: Listener | None) -> None:
-        self._is_torn = True
-        self._reports.listen(listener)
-        self._recover()
+        with self.changing:
+            self._reports.listen(listener)
+            self._recover()
 
     def cached_prefix(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> CachedPrefix:
         """Returns what is cached of a prompt, for people to look at. It counts and changes nothing.

@@ -74,21 +74,20 @@ class Transfer:
         found = {"pages": bundle.pages.shape[1], "states": bundle.states.shape[1]}
         sizes = {kind: entry_bytes(forms) for kind, forms in core.runner.entry_forms.items()}
         values.require(found == sizes, name, f"a bundle of entries of these bytes: {sizes}", found)
-        core._is_torn = True
-        admission = Admission(core.cache, bundle.page_keys, bundle.state_keys, is_prefix=bundle.kind == "prefix")
-        try:
-            _fill(core, "pages", admission.pages, bundle.pages)
-            _fill(core, "states", admission.states, bundle.states)
-            # JAX may read the bundle in place, and its owner may use a writable buffer again after this call.
-            jax.block_until_ready(core.runner.device_state)
-        except BaseException:
-            admission.withdraw()
-            raise
-        admission.publish()
-        if core.config.checked:
-            core.cache.check()
-        core._reports.flush()
-        core._is_torn = False
+        with core.changing:
+            admission = Admission(core.cache, bundle.page_keys, bundle.state_keys, is_prefix=bundle.kind == "prefix")
+            try:
+                _fill(core, "pages", admission.pages, bundle.pages)
+                _fill(core, "states", admission.states, bundle.states)
+                # JAX may read the bundle in place, and its owner may use a writable buffer again after this call.
+                jax.block_until_ready(core.runner.device_state)
+            except BaseException:
+                admission.withdraw()
+                raise
+            admission.publish()
+            if core.config.checked:
+                core.cache.check()
+            core._reports.flush()
         return admission.length, admission.num_states
 
     def _contents(self, core: EngineCore, entries: Entries) -> tuple[bytes, Contents, Contents]:
