@@ -113,7 +113,7 @@ def time_steps(engine: Engine, steps: int) -> Row:
     All are microseconds.
     """
     parts = {"plan": (engine.scheduler, "schedule"), "dispatch": (engine.runner, "dispatch")}
-    parts |= {"note": (engine.scheduler, "dispatched"), "read": (engine, "_read")}
+    parts |= {"note": (engine.scheduler, "dispatched"), "read": (engine.core, "_read")}
     times: dict[str, list[float]] = {name: [] for name in parts}
 
     def timed(function: Any, spent: list[float]) -> Any:

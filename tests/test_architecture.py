@@ -248,6 +248,84 @@ def test_a_module_imports_no_private_module_of_another_package(module):
             assert package_of(module) == package_of(name), f"{module} takes {taken} from {name}"
 
 
+# What begins with an underscore and is public: the methods of a NamedTuple, and these of other people's libraries, by the
+# module that may use them.
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+OF_OTHERS = {
+    "mamba_align_jax.engine.turns": {"self._lock._is_owned", "lock._is_owned"},  # no public name says who has an RLock
+    "mamba_align_jax.integrations.sglang_jax": {"pool._to_physical"},
+    "mamba_align_jax.integrations.sglang_jax_speculation": {
+        "request._check_token_based_finish",
+        "runner._init_pools",
+    },
+    "mamba_align_jax.processes.loss": {"os._exit"},
+    "mamba_align_jax.serve.command": {"argparse._ArgumentGroup"},  # the type of what a public method returns
+}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def members_of(owner):
+    """The private names that a class defines: its methods, its fields, and what its methods assign to `self`."""
+    stored = [node for node in ast.walk(owner) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    names = {node.attr for node in stored if ast.unparse(node.value) == "self"}
+    for node in owner.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if is_private(name)}
+
+
+def private_uses(node, members=None):
+    """The private attributes that code uses of objects of other classes, as text.
+
+    Args:
+        node: The code.
+        members: The private names of the class that the code is in; None outside of classes.
+    """
+    if isinstance(node, ast.ClassDef):
+        members = members_of(node)
+    elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OF_NAMED_TUPLES:
+        owner = ast.unparse(node.value)
+        # A method may know another object of its class: by a name of its own, and only what the class defines.
+        is_own = isinstance(node.value, ast.Name) and node.attr in (members or ())
+        if members is None or not (owner in ("self", "cls", "super()") or is_own):
+            yield ast.unparse(node)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+        name = node.args[1] if len(node.args) > 1 else None
+        if isinstance(name, ast.Constant) and is_private(name.value):
+            yield ast.unparse(node)
+    for child in ast.iter_child_nodes(node):
+        yield from private_uses(child, members)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(CODE[:2])])
+def test_a_class_uses_no_private_attribute_of_another(module):
+    assert set(private_uses(ast.parse(MODULES[module].read_text()))) == OF_OTHERS.get(module, set())
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("engine._requests", ["engine._requests"]),
+        ("def f(self):\n    self._x", ["self._x"]),
+        ("class A:\n    def f(self):\n        self._b._x = 1", ["self._b._x"]),
+        ("class A:\n    def _x(self):\n        self.b._x()", ["self.b._x"]),
+        ("class A:\n    def f(self, b):\n        return b._x", ["b._x"]),
+        ("getattr(engine, '_x', None)", ["getattr(engine, '_x', None)"]),
+        ("class A:\n    def f(self, other):\n        self._x = other._x", []),
+        ("class A(B):\n    def f(self):\n        super()._x()", []),
+        ("pair._replace(a=1).__class__", []),
+    ],
+)
+def test_uses_of_private_attributes_are_seen(text, found):
+    assert list(private_uses(ast.parse(text))) == found
+
+
 TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py"))]
 
 

@@ -24,8 +24,9 @@ from jax.experimental import multihost_utils
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.device.identity import weights_digest
+from mamba_align_jax.engine.device.model_worker import ModelWorker
 from mamba_align_jax.engine.device.runner import StepRunner
-from mamba_align_jax.engine.device.sizing import PoolSizes, pool_sizes
+from mamba_align_jax.engine.device.sizing import PoolSizes
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.engine.text.tokenizer import Tokenizer
@@ -142,9 +143,9 @@ class Processes:
         if self._leading:
             self._leading.retire()
         self.tell("begin", asdict(config))
-        engine = _SharedEngine(self, model, config, drafter, tokenizer)
+        worker, facts = self._place(model, config, drafter)
+        engine = Engine.over(worker, tokenizer)
         self._leading = engine.runner
-        facts = _facts(engine)
         for number, theirs in sorted(self._answers("ready").items()):
             for name, mine in facts.items():
                 wanted = f"that of process {number}, {theirs.get(name)}"
@@ -171,12 +172,29 @@ class Processes:
                 if message.name == "begin":
                     # The old engine's pools go first.
                     follower = None
-                    engine = _SharedEngine(self, model, EngineConfig(**message.values[0]), drafter, None)
-                    self.tell("ready", _facts(engine))
-                    follower = Follower(engine.runner, lambda: self._is_ending)
-                    del engine
+                    worker, facts = self._place(model, EngineConfig(**message.values[0]), drafter)
+                    self.tell("ready", facts)
+                    follower = Follower(worker.runner, lambda: self._is_ending)
+                    del worker
                 elif follower:
                     follower.obey(message)
+
+    def _place(
+        self, model: Any, config: EngineConfig, drafter: Drafter | DeviceDrafter | None
+    ) -> tuple[ModelWorker, dict[str, str]]:
+        """Puts this process's share of a model on its devices, while all other processes do, and returns its facts, too."""
+        digest = weights_digest(jax.tree.leaves(nnx.state(model)))
+        worker = ModelWorker(
+            model,
+            config,
+            drafter,
+            jax.make_mesh((jax.device_count(),), (AXIS,)),
+            agree=self.smallest,
+            make_runner=functools.partial(LeadingRunner, self) if self.is_leader else StepRunner,
+            # `LeadingRunner` tells a command and runs it before the next one.
+            may_launch_ahead=False,
+        )
+        return worker, _facts(worker, digest)
 
     def tell(self, name: str, *said: Any, words: np.ndarray = _NO_WORDS) -> None:
         """Sends a message: process 0 to all others, and each other one to process 0. If that fails, the process ends."""
@@ -277,38 +295,16 @@ class Processes:
                 connection.finish()
 
 
-class _SharedEngine(Engine):
-    """An engine over the devices of all processes, also if there is only one process."""
-
-    # `LeadingRunner` tells a command and runs it before the next one.
-    _launches_ahead = staticmethod(lambda mesh: False)
-
-    def __init__(
-        self,
-        processes: Processes,
-        model: Any,
-        config: EngineConfig,
-        drafter: Drafter | DeviceDrafter | None,
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        """Makes the engine of this process, while all other processes make theirs."""
-        self._pool_sizes = lambda *arguments, **keywords: processes.smallest(pool_sizes(*arguments, **keywords))
-        self._make_runner = functools.partial(LeadingRunner, processes) if processes.is_leader else StepRunner
-        self.digest_of_weights = weights_digest(jax.tree.leaves(nnx.state(model)))
-        mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
-        super().__init__(model, config, drafter=drafter, tokenizer=tokenizer, mesh=mesh)
-
-
-def _facts(engine: _SharedEngine) -> dict[str, str]:
+def _facts(worker: ModelWorker, digest_of_weights: bytes) -> dict[str, str]:
     """Returns what must be equal in all processes, so that they compile the same programs."""
-    params = [(each.shape, str(each.dtype), str(getattr(each.sharding, "spec", None))) for each in engine.runner.params]
-    parts = engine.model_config, params, engine.spec, engine.sizes, type(engine.runner.drafter)
+    params = [(each.shape, str(each.dtype), str(getattr(each.sharding, "spec", None))) for each in worker.runner.params]
+    parts = worker.model_config, params, worker.spec, worker.sizes, type(worker.runner.drafter)
     return {
         "versions": f"jax {jax.__version__}, jaxlib {jaxlib.__version__}",
         "device": jax.local_devices()[0].device_kind,
         "number of devices": str(jax.local_device_count()),
         "model": hashlib.sha256(repr(parts).encode()).hexdigest()[:16],
-        "digest of the weights": engine.digest_of_weights.hex()[:16],
+        "digest of the weights": digest_of_weights.hex()[:16],
     }
 
 

@@ -119,7 +119,7 @@ def test_dropped_iterator_aborts_its_request(engine, monkeypatch):
         async with AsyncEngine(engine) as serving:
             async for _ in serving.generate([1, 2, 3], LONG):
                 break
-            await until(lambda: not serving._streams and not engine._requests)
+            await until(lambda: not serving._streams and not engine.core.requests)
             assert_nothing_is_held(engine)
             assert engine.stats.aborted_requests == 1
 
@@ -147,7 +147,7 @@ def test_full_queue_is_refused_at_once():
 
     async def main():
         async with AsyncEngine(engine) as serving:
-            with engine._turns._lock:  # no step can be made
+            with engine.core.turns._lock:  # no step can be made
                 tasks = [asyncio.create_task(last(serving.generate([number], SPELLED))) for number in range(5)]
                 done, _ = await asyncio.wait(tasks[2:], timeout=300)
                 assert done == set(tasks[2:])

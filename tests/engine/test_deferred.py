@@ -90,7 +90,7 @@ def test_a_preempted_request_resumes_from_the_last_boundary_that_it_passed(count
     number = engine.add_request(book(3, 9), params)
     for _ in range(count):
         engine.step()
-    request = engine._requests[number]
+    request = engine.core.requests[number]
     computed, prefilled = request.num_computed, engine.stats.prefill_tokens
     engine.scheduler._preempt(request)
     outputs = []
@@ -138,7 +138,7 @@ def test_an_aborted_request_leaves_its_boundaries_and_nothing_else():
         number = engine.add_request(prompt, SamplingParams(max_tokens=30, ignore_eos=True, cache_salt=str(count)))
         for _ in range(count):
             engine.step()
-        request = engine._requests[number]
+        request = engine.core.requests[number]
         computed = request.num_computed
         engine.abort(number)
         while engine.has_unfinished:

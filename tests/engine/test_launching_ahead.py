@@ -209,7 +209,7 @@ def test_a_reset_that_failed_is_repeated(rng, launches_ahead, monkeypatch):
 
     engine.add_request(asked[0], PARAMS)
     engine.step()
-    engine.runner._is_sound, engine.changing.is_torn = False, True  # as after a failure
+    engine.runner._is_sound, engine.core.changing.is_torn = False, True  # as after a failure
     monkeypatch.setattr(runner.DeviceState, "create", failing)
     with pytest.raises(PlannedError):
         engine.step()

@@ -80,7 +80,7 @@ def test_request_ends_at_the_token_that_completes_a_stop_string(rng, stepping, i
 def assert_nothing_is_held_in(engine):
     if engine.config.num_state_blocks == SIZES["num_state_blocks"]:
         assert_nothing_is_held(engine)
-    assert not engine._requests
+    assert not engine.core.requests
 
 
 def test_text_that_may_become_a_stop_string_is_not_shown(rng):
@@ -213,7 +213,7 @@ def test_tokenizer_that_raises_ends_only_its_request(rng, is_streamed, stop):
         engine.generate(asked[1], params(*stop))
     name = engine.add_request(asked[1], params(*stop))
     for _ in range(20):
-        if not engine._requests:
+        if not engine.core.requests:
             break
         engine.step()
     assert engine.abort(name) is None

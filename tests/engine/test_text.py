@@ -111,7 +111,8 @@ def test_engine_takes_and_returns_text(directory, engine, monkeypatch):
     assert by_text.prompt_token_ids == by_ids.prompt_token_ids == tuple(by_hand(TEXT))
     assert by_text.token_ids == by_ids.token_ids
     assert by_text.text == by_ids.text == load_tokenizer(directory).decode(by_text.token_ids)
-    monkeypatch.setattr(engine, "tokenizer", None)
+    for owner in (engine, engine.core):
+        monkeypatch.setattr(owner, "tokenizer", None)
     (output,) = engine.generate(by_hand(TEXT), PARAMS)
     assert (output.token_ids, output.text) == (by_ids.token_ids, None)
     with pytest.raises(ValueError, match="must be token ids"):
@@ -140,8 +141,9 @@ def test_command_line_uses_the_tokenizer(engine, monkeypatch, capsys):
     monkeypatch.setattr(Engine, "from_pretrained", lambda *arguments, **options: engine)
     assert main(["generate", "--prompt", TEXT, "--max-tokens", "3"]) == 0
     assert capsys.readouterr().out == f"{TEXT}{output.text}\n"
-    monkeypatch.setattr(engine, "tokenizer", None)
-    monkeypatch.setattr(engine, "model_config", dataclasses.replace(engine.model_config, vocab_size=300))
+    for owner in (engine, engine.core):
+        monkeypatch.setattr(owner, "tokenizer", None)
+        monkeypatch.setattr(owner, "model_config", dataclasses.replace(engine.model_config, vocab_size=300))
     assert main(["generate", "--prompt", TEXT]) == 2
     assert "must be token ids without a tokenizer" in capsys.readouterr().err
 

@@ -100,9 +100,9 @@ def test_calls_of_generate_share_the_steps(engine):
 
 def test_abort_from_another_thread_ends_a_call_of_generate(engine):
     def abort():
-        while len(engine._requests) < 2:
+        while len(engine.core.requests) < 2:
             time.sleep(0.0005)
-        assert all(engine.abort(name) is not None for name in list(engine._requests))
+        assert all(engine.abort(name) is not None for name in list(engine.core.requests))
 
     def generate():
         outputs = engine.generate([[1, 2, 3], [4, 5, 6]], SamplingParams(max_tokens=50, ignore_eos=True))

@@ -93,7 +93,7 @@ def account(engine):
 def assert_whole(engine):
     engine.cache.check()
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
-    assert not engine.changing.is_torn
+    assert not engine.core.changing.is_torn
 
 
 def continued(prompt, count):
@@ -248,7 +248,7 @@ def test_a_flipped_or_cut_byte_is_refused_and_changes_nothing(data, target, plac
         target.import_prefix(bad)
     assert account(target)[:2] == before[:2]
     assert account(target)[2] is before[2]
-    assert not target.changing.is_torn
+    assert not target.core.changing.is_torn
 
 
 def test_other_bytes_are_refused_by_name(data, target):
@@ -433,7 +433,7 @@ def test_an_interrupt_at_any_line_loses_nothing(data, tmp_path, call):
         engine.step()
         with Interrupt(turn) as interrupt:
             calls[call]()
-        assert not engine._turns._lock._is_owned()
+        assert not engine.core.turns._lock._is_owned()
         while engine.has_unfinished:
             found += engine.step()
         assert [(each.request_id, each.token_ids) for each in found] == [(number, continued(other, 6))]

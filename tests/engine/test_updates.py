@@ -31,7 +31,7 @@ def test_updates_put_together_are_the_output(rng, stepping):
         # Tokens are shown in the call that reads them, not at the end.
         assert sum(update.request_id == name for update in updates) > 5
     assert engine.step_outputs() == []
-    assert not engine._updates._shown
+    assert not engine.core.updates._shown
     assert_nothing_is_held(engine)
 
 
@@ -71,19 +71,19 @@ def test_step_and_step_outputs_take_turns(rng):
 
 def test_requests_of_generate_are_not_reported(rng):
     engine = Engine(SPELLER, EngineConfig(**SIZES))
-    advance, seen = engine._advance, []
+    advance, seen = engine.core.advance, []
 
     def watched():
         advance()
-        engine._advance = advance
-        engine._turns._lock.release()
+        engine.core.advance = advance
+        engine.core.turns._lock.release()
         try:
             seen.extend(engine.step_outputs())
         finally:
-            engine._turns._lock.acquire()
-        engine._advance = watched
+            engine.core.turns._lock.acquire()
+        engine.core.advance = watched
 
-    engine._advance = watched
+    engine.core.advance = watched
     name = engine.add_request([1, 2, 3], SPELLED)
     engine.generate([4, 5], SamplingParams(max_tokens=10, ignore_eos=True))
     assert {update.request_id for update in seen} == {name}

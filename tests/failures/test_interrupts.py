@@ -43,8 +43,8 @@ def test_interrupt_at_any_line_loses_nothing(stepping):
         if interrupt.place:
             places.add(interrupt.place)
             assert calls.prompts.keys() == before
-        assert not engine._turns._lock._is_owned()
-        assert not engine._turns._gate._is_owned()
+        assert not engine.core.turns._lock._is_owned()
+        assert not engine.core.turns._gate._is_owned()
         engine.cache.check()
         calls.drain()
         calls.check()
@@ -93,7 +93,7 @@ def test_two_interrupts_leak_nothing():
     engine = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS), tokenizer=Letters())
     rng = np.random.default_rng(2)
     calls = Calls(engine, rng)
-    recover = engine._recover
+    recover = engine.core._recover
     for turn in range(0, 400, 1 if depth.is_full() else 20):
         for _ in range(4):
             calls.add()
@@ -101,7 +101,7 @@ def test_two_interrupts_leak_nothing():
             calls.step()
 
         def interrupted(turn=turn):
-            engine._recover = recover
+            engine.core._recover = recover
             with pytest.MonkeyPatch.context():
                 second = Interrupt(turn)
                 sys.settrace(second.trace)
@@ -110,9 +110,9 @@ def test_two_interrupts_leak_nothing():
                 finally:
                     sys.settrace(None)
 
-        engine._recover = interrupted
+        engine.core._recover = interrupted
         with Interrupt(int(rng.integers(200))):
             calls.step()
-        engine._recover = recover
+        engine.core._recover = recover
         calls.drain()
         calls.check()

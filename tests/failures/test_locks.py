@@ -145,11 +145,11 @@ def test_real_interrupts_leave_an_engine_usable(monkeypatch):
         while budget[0]:
             with contextlib.suppress(KeyboardInterrupt):
                 engine.abort(engine.add_request([1, 2, 3], FEW))
-    for request in list(engine._requests):
+    for request in list(engine.core.requests):
         engine.abort(request)
     (output,) = engine.generate([1, 2, 3], FEW)
     assert len(output.token_ids) == 2
-    assert is_free(engine._turns)
+    assert is_free(engine.core.turns)
 
 
 def in_child(function):
@@ -182,7 +182,7 @@ def test_an_engine_refuses_to_work_in_a_process_that_was_forked():
         lambda: engine.abort(0),
     )
     taken, done = threading.Event(), threading.Event()
-    holder = threading.Thread(target=engine._turns.take, args=(lambda: (taken.set(), done.wait(60)),))
+    holder = threading.Thread(target=engine.core.turns.take, args=(lambda: (taken.set(), done.wait(60)),))
     holder.start()
     assert taken.wait(60)
     for call in calls:

@@ -223,7 +223,7 @@ def test_request_whose_drafter_raises_ends_alone(rng):
 def test_trace_that_can_not_be_written_ends_alone(rng, tmp_path, monkeypatch):
     engine, asked = Engine(SPELLER, EngineConfig(**SIZES)), prompts(rng)
     with engine.trace(tmp_path / "trace"):
-        monkeypatch.setattr(engine, "_trace", lambda step: 1 / 0)
+        monkeypatch.setattr(engine.core.tracing, "write", lambda step: 1 / 0)
         assert_right(serve(engine, asked), asked)
 
 

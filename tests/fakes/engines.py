@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.engine.running import core
+from mamba_align_jax.engine.device import model_worker
 from mamba_align_jax.models import load_model
 
 
 def launch_ahead(monkeypatch):
     """Makes engines on one device step as those do whose models are split: in a thread, and with two steps in flight."""
-    monkeypatch.setattr(core.EngineCore, "_launches_ahead", staticmethod(lambda mesh: True))
+    monkeypatch.setattr(model_worker, "is_slow_to_start", lambda mesh: True)
 
 
 def poison(engine):

@@ -442,7 +442,7 @@ def test_calls_that_have_no_more_time_are_told_that_the_server_stops(engine):
         threads = [threading.Thread(target=call, args=(stream,)) for stream in (False, True)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: len(engine._requests) == 16)
+        wait_until(lambda: len(engine.core.requests) == 16)
         served.server.should_exit = True
         for thread in threads:
             thread.join(60)

@@ -18,8 +18,7 @@ import numpy as np
 from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.device import runner
-from mamba_align_jax.engine.running import core
+from mamba_align_jax.engine.device import model_worker, runner
 from mamba_align_jax.engine.scheduling import buckets
 from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.models import qwen3_5
@@ -130,7 +129,7 @@ def main(coordinator, num_processes, process_id, devices_each, *tasks):
     runner.StepRunner.buckets = property(one)
     if num_processes == 1:
         # Several processes launch no step ahead, so their steps are compared with those of one that does not, either.
-        core.EngineCore._launches_ahead = staticmethod(lambda mesh: False)
+        model_worker.is_slow_to_start = lambda mesh: False
         mesh, model = jax.make_mesh((devices_each,), ("tensor",)), make_model()
         print(json.dumps(serve(lambda config: Engine(model, config, mesh=mesh))[0]))
         return

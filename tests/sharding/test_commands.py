@@ -19,6 +19,7 @@ from fakes.raising import Calls
 from fakes.spelling_engine import DRAFTS, FULL, SIZES, SPELLER
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
+from mamba_align_jax.engine.device.model_worker import ModelWorker
 from mamba_align_jax.engine.device.runner import StepRunner
 from mamba_align_jax.engine.scheduling.buckets import Bucket
 from mamba_align_jax.engine.scheduling.levels import Level
@@ -50,18 +51,22 @@ class Mirror:
         self.failed.append(reason)
 
 
-class MirroredEngine(Engine):
+class Mirrored:
     """An engine whose commands a follower obeys."""
 
-    def _make_runner(self, *arguments, **keywords):
+    def __init__(self, config, tokenizer=None):
+        worker = ModelWorker(SPELLER, config, make_runner=self.make_runner)
+        self.engine = Engine.over(worker, tokenizer)
+
+    def make_runner(self, *arguments, **keywords):
         self.mirror = Mirror(StepRunner(*arguments, **keywords))
         return LeadingRunner(self.mirror, *arguments, **keywords)
 
-    def assert_mirrored(self):
+    def assert_equal(self):
         for mine, other in zip(
             *(
                 [np.asarray(array) for array in jax.tree.leaves((each.device_state, each.sampler))]
-                for each in (self.runner, self.mirror.runner)
+                for each in (self.engine.runner, self.mirror.runner)
             ),
             strict=True,
         ):
@@ -74,67 +79,72 @@ class MirroredEngine(Engine):
 def test_follower_has_the_bits_of_the_leader(stepping):
     """Requests share prefixes, are preempted, aborted, interrupted and change logits; drafters are on host and device."""
     rng = np.random.default_rng(len(stepping))
-    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping]), tokenizer=Letters())
+    both = Mirrored(EngineConfig(**SIZES, **STEPPING[stepping]), Letters())
+    engine = both.engine
     engine.warmup()
     calls = Calls(engine, rng)
     calls.generate()
     names = "step", "generate", "abort", "add"
-    interrupted = calls.interrupt_often(depth.examples(6, 25), 200, names, after=engine.assert_mirrored)
+    interrupted = calls.interrupt_often(depth.examples(6, 25), 200, names, after=both.assert_equal)
     assert interrupted
     assert engine.stats.hit_requests > 0
     wanted = {"compile", "do_step", "do_store_pages", "do_make_sampler", "do_store_request"}
-    assert set(engine.mirror.names) >= wanted | ({"do_store_tokens"} if stepping == "async" else set())
+    assert set(both.mirror.names) >= wanted | ({"do_store_tokens"} if stepping == "async" else set())
 
 
 @pytest.mark.usefixtures("one_program")
 def test_follower_folds_where_the_leader_folds():
     config = EngineConfig(**SIZES | dict(policy="deferred", block_size=16, fold_length=8, num_speculative_tokens=0))
-    engine = MirroredEngine(SPELLER, config)
+    both = Mirrored(config)
+    engine = both.engine
     # The last token that has a state is the last one of a block.
     engine.generate(list(range(10)), SamplingParams(max_tokens=7, ignore_eos=True))
-    assert engine.mirror.names.count("do_fold") == 1
-    engine.assert_mirrored()
+    assert both.mirror.names.count("do_fold") == 1
+    both.assert_equal()
 
 
 @pytest.mark.usefixtures("one_program")
 def test_lost_pools_are_made_again_everywhere():
-    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
+    both = Mirrored(EngineConfig(**SIZES))
+    engine = both.engine
     (first,) = engine.generate([1, 2, 3], FULL)
     jax.tree.map(lambda array: array.delete(), engine.runner.device_state.pool)
-    engine.changing.is_torn = True
+    engine.core.changing.is_torn = True
     (again,) = engine.generate([1, 2, 3], FULL)
     assert again.token_ids == first.token_ids
-    assert engine.mirror.names.count("do_reset") == 1
-    engine.assert_mirrored()
+    assert both.mirror.names.count("do_reset") == 1
+    both.assert_equal()
 
 
 @pytest.mark.usefixtures("one_program")
 def test_exception_before_a_command_ends_its_request_alone(monkeypatch):
     """Followers never learn of it. One inside a command ends all processes, because others may have run it."""
-    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
+    both = Mirrored(EngineConfig(**SIZES))
+    engine = both.engine
     engine.generate([1, 2, 3], FULL)
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner.packer, "pack", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate([1, 2, 3], FULL)
     engine.generate([1, 2, 3], FULL)
-    engine.assert_mirrored()
+    both.assert_equal()
     monkeypatch.setattr(engine.runner, "do_step", lambda *_: 1 / 0)
     engine.runner.do_step.__name__ = "do_step"
-    engine.mirror.follower.obey = lambda message: None
+    both.mirror.follower.obey = lambda message: None
     with pytest.raises(ZeroDivisionError):
         engine.generate([1, 2, 3], FULL)
-    assert engine.mirror.failed == ["process 0 failed in do_step: ZeroDivisionError: division by zero"]
+    assert both.mirror.failed == ["process 0 failed in do_step: ZeroDivisionError: division by zero"]
 
 
 @pytest.mark.usefixtures("one_program")
 def test_programs_that_do_not_compile_in_process_0_end_all_processes(monkeypatch):
-    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
-    engine.mirror.follower.obey = lambda message: None
+    both = Mirrored(EngineConfig(**SIZES))
+    engine = both.engine
+    both.mirror.follower.obey = lambda message: None
     monkeypatch.setattr(StepRunner, "compile", lambda *_: iter([0 / 0]))
     with pytest.raises(ZeroDivisionError):
         engine.warmup()
-    assert engine.mirror.failed == ["process 0 failed in compile: ZeroDivisionError: division by zero"]
+    assert both.mirror.failed == ["process 0 failed in compile: ZeroDivisionError: division by zero"]
 
 
 def test_follower_compiles_nothing_more_when_the_leader_has_ended():
@@ -151,25 +161,26 @@ def test_follower_compiles_nothing_more_when_the_leader_has_ended():
 @pytest.mark.usefixtures("one_program")
 @pytest.mark.parametrize("async_stepping", [False, True])
 def test_engine_whose_place_is_taken_runs_no_more(async_stepping):
-    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES, async_stepping=async_stepping))
+    both = Mirrored(EngineConfig(**SIZES, async_stepping=async_stepping))
+    engine = both.engine
     engine.runner.retire()
     with pytest.raises(RuntimeError, match="another engine has taken the place"):
         engine.generate([1, 2, 3], FULL)
     with pytest.raises(RuntimeError, match="another engine has taken the place"):
         engine.warmup()
-    assert engine.mirror.names == []
+    assert both.mirror.names == []
 
 
 @pytest.mark.usefixtures("one_program")
 def test_follower_refuses_what_is_no_command():
-    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
-    follower, bucket = engine.mirror.follower, Bucket(3, 4, 20, Level.DRAW)
+    both = Mirrored(EngineConfig(**SIZES))
+    follower, bucket = both.mirror.follower, Bucket(3, 4, 20, Level.DRAW)
     with pytest.raises(ValueError, match="must send a command, got 'read'"):
         follower.obey(Message("read", [], NO_WORDS))
     with pytest.raises(ValueError, match=r"must send \d+ words for Bucket"):
         follower.obey(Message("do_step", [list(bucket)], np.zeros(3, np.int32)))
-    engine.generate([1, 2, 3], FULL)
-    engine.assert_mirrored()
+    both.engine.generate([1, 2, 3], FULL)
+    both.assert_equal()
 
 
 def connected():

@@ -164,14 +164,14 @@ class AsyncEngine:
     def _checked(self, prompt: Any, params: Any) -> tuple[tuple[int, ...], SamplingParams]:
         if isinstance(prompt, str):
             (prompt,) = token_ids(self.engine.tokenizer, prompt)
-        return self.engine._checked(prompt, params)
+        return self.engine.core.checked(prompt, params)
 
     def _submit(self, stream: _Stream, prompt: tuple[int, ...], params: SamplingParams) -> None:
         with self._door:
             if not self.is_running:
                 raise EngineDeadError("the thread that steps the engine does not run") from self.error
             # The engine checks again when the thread hands the request over, which may be a step later.
-            self.engine._waiting.check_room(len(self._coming))
+            self.engine.core.waiting.check_room(len(self._coming))
             self._coming.add(stream)
             self._commands.put(partial(self._add, stream, prompt, params))
 
@@ -179,7 +179,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         error = None
-        self.engine._updates.have_reader = True
+        self.engine.core.updates.have_reader = True
         try:
             while self._obey():
                 self._deliver(self.engine.step_outputs())
@@ -189,7 +189,7 @@ class AsyncEngine:
         with self._door:
             self._is_closing = True
         self._end_all(error)
-        self.engine._updates.have_reader = False
+        self.engine.core.updates.have_reader = False
 
     def _obey(self) -> bool:
         """Waits for work, and does what was asked. Returns whether there is a step to make; if not, the thread ends."""
@@ -220,12 +220,13 @@ class AsyncEngine:
         if stream.request_id is not None and self._streams.pop(stream.request_id, None):
             self.engine.abort(stream.request_id)
             # If the request had ended already, no one reads its output.
-            self.engine._outputs.pop(stream.request_id, None)
+            self.engine.core.outputs.pop(stream.request_id, None)
 
     def _abort_all(self) -> None:
         """Ends all requests. Their last updates come with the next step."""
+        core = self.engine.core
         for request_id in self._streams:
-            self.engine._alone(self.engine._abort_id, request_id, self.engine._outputs)
+            core.alone(core.abort, request_id, core.outputs)
 
     def _deliver(self, updates: Sequence[RequestUpdate]) -> None:
         """Hands a step's updates to the event loops, in one call for each."""

@@ -11,27 +11,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from jax.sharding import Mesh
-
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
-from mamba_align_jax.engine.config import EngineConfig, SamplingParams
-from mamba_align_jax.engine.device.command_thread import is_slow_to_start
+from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.device.model_worker import ModelWorker
 from mamba_align_jax.engine.device.read_step import RowResult
-from mamba_align_jax.engine.device.runner import Dispatched, StepRunner
-from mamba_align_jax.engine.device.sizing import PoolSizes, align_config, check_memory, pool_sizes
-from mamba_align_jax.engine.drafting.choose import choose_drafter
-from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
-from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
+from mamba_align_jax.engine.device.runner import Dispatched
 from mamba_align_jax.engine.interrupts import as_exception, failure
 from mamba_align_jax.engine.model import end_tokens
+from mamba_align_jax.engine.running.admission import check_request
 from mamba_align_jax.engine.running.block_size_warning import BlockSizeWatch, warn_of_rounding
-from mamba_align_jax.engine.running.cache_reports import CacheReports
+from mamba_align_jax.engine.running.cache_reports import CacheReports, Listener
 from mamba_align_jax.engine.running.changing import Changing
 from mamba_align_jax.engine.running.results import count_row, end_reason, tokens_up_to_end
-from mamba_align_jax.engine.running.trace import TracedStep, trace_step
+from mamba_align_jax.engine.running.trace import Tracing
 from mamba_align_jax.engine.running.updates import Updates
+from mamba_align_jax.engine.scheduling.buckets import Bucket
 from mamba_align_jax.engine.scheduling.levels import Level, level_of
 from mamba_align_jax.engine.scheduling.request import Request, RequestOutput, RequestUpdate
 from mamba_align_jax.engine.scheduling.scheduler import Row, Scheduler
@@ -42,8 +38,6 @@ from mamba_align_jax.engine.text.grammar_state import GrammarCompiler
 from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.engine.turns import Turns
 from mamba_align_jax.errors import GrammarError, OutOfBlocksError
-from mamba_align_jax.layers.layouts import with_pool_layouts
-from mamba_align_jax.models.tensor_parallel import shard_model, share
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +45,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """The parts of an engine, and the changes that the methods of `Engine` make to them, one thread at a time.
+    """What an engine owns, and all changes of it, one thread at a time.
+
+    `Engine` holds it, as do the other parts that change what is in it. They change it inside `alone`, and read it anywhere.
 
     Attributes:
         config: The engine's configuration.
@@ -64,76 +60,47 @@ class EngineCore:
         runner: Runs them.
         steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
         unread_steps: The steps that were dispatched and not read, the oldest first.
+        counters: What has been counted.
+        waiting: The requests that wait.
+        reports: Tells a listener what the cache stores and loses.
+        requests: The requests that have not ended, by id.
+        outputs: The outputs that `Engine.step` has not returned yet, by id.
+        updates: Makes updates of requests.
+        tracing: Writes a trace of the steps that are read.
+        turns: Lets one thread at a time change what is here.
         changing: The context in which the bookkeeping is changed.
     """
 
-    # What an engine over several processes replaces.
-    _pool_sizes: Callable[..., PoolSizes] = staticmethod(pool_sizes)
-    _make_runner: Callable[..., StepRunner] = StepRunner
-    _launches_ahead: Callable[[Mesh | None], bool] = staticmethod(is_slow_to_start)
-
-    def __init__(
-        self,
-        model: Any,
-        config: EngineConfig,
-        drafter: Drafter | DeviceDrafter | None,
-        mesh: Mesh | None,
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        """Makes the parts: see `Engine`."""
-        self.config, self.model_config, self.tokenizer = config, model.config, tokenizer
-        model = with_pool_layouts(model, config.window_layout, config.state_layout)
-        layout, devices, own = None, (), model
-        if mesh is not None:
-            model, layout = shard_model(model, mesh)
-            devices, own = mesh.local_devices, share(model)
-        self.spec = align_config(config, own)
+    def __init__(self, worker: ModelWorker, tokenizer: Tokenizer | None) -> None:
+        """Makes the core of an engine over a model that is on its devices."""
+        self.config, self.model_config, self.tokenizer = worker.config, worker.model_config, tokenizer
+        self.spec, self.sizes, self.runner = worker.spec, worker.sizes, worker.runner
+        self.steps_in_flight, self._drafter = worker.steps_in_flight, worker.drafters.host
+        config = self.config
         self._watch = None
         if config.prefix_cache != "none":
             warn_of_rounding(config.block_size, [group.name for group in self.spec.groups])
             self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
-        self._drafters = choose_drafter(config, model, drafter)
-        if self._drafters.host is not None:
-            guarded = GuardedDrafter(self._drafters.host, model.config.vocab_size)
-            self._drafters = self._drafters._replace(host=guarded)
-        launches_ahead = config.async_stepping and self._launches_ahead(mesh)
-        # While the devices run one step, the next one is started, and the step before is read.
-        self.steps_in_flight = config.steps_in_flight + launches_ahead
-        options = dict(drafter=self._drafters.device, steps_in_flight=self.steps_in_flight)
-        self.sizes: PoolSizes = self._pool_sizes(self.spec, config, own, devices, **options)
-        check_memory(self.spec, config, self.sizes, model.config.vocab_size, devices)
-        self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, end_tokens(model.config))
-        self._counters = Counters(config.num_speculative_tokens)
-        self._waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
-        self._reports = CacheReports()
+        self._grammars = GrammarCompiler(tokenizer, self.model_config.vocab_size, end_tokens(self.model_config))
+        self.counters = Counters(config.num_speculative_tokens)
+        self.waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
+        self.reports = CacheReports()
         self.cache = self._new_cache()
         self.scheduler = self._new_scheduler()
-        self.runner = self._make_runner(
-            model,
-            self.spec,
-            self.sizes,
-            config.kv_page_size,
-            config.max_prefill_rows,
-            config.max_num_batched_tokens,
-            drafter=self._drafters.device,
-            layout=layout,
-            launches_ahead=launches_ahead,
-        )
         self.unread_steps: deque[Dispatched] = deque()
         # The rows of the step that is being dispatched or read.
         self._rows_at_work: Sequence[Row | None] = ()
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
         self._ids = itertools.count()
-        # Outputs that `step` has not returned yet.
-        self._outputs: dict[int, RequestOutput] = {}
-        self._updates = Updates()
-        self._trace: Callable[[TracedStep], None] | None = None
-        self._turns = Turns("the engine", lambda: self.runner.is_current_thread())
+        self.outputs: dict[int, RequestOutput] = {}
+        self.updates = Updates()
+        self.tracing = Tracing()
+        self.turns = Turns("the engine", lambda: self.runner.is_current_thread())
         self.changing = Changing()
 
     def _new_cache(self) -> HybridCache:
         """Makes an empty cache, which reports into the engine's counters."""
-        config, counters = self.config, self._counters
+        config, counters = self.config, self.counters
         return HybridCache(
             StateBlockManager(
                 self.sizes.state_blocks,
@@ -147,7 +114,7 @@ class EngineCore:
             KVPageManager(self.sizes.kv_pages, config.kv_page_size, on_eviction=counters.evict_kv_page),
             checkpoint_interval=config.checkpoint_interval,
             check=config.checked,
-            log=self._reports.new_log(),
+            log=self.reports.new_log(),
         )
 
     def _new_scheduler(self) -> Scheduler:
@@ -158,16 +125,16 @@ class EngineCore:
             config.max_num_seqs,
             config.max_prefill_rows,
             config.max_num_batched_tokens,
-            self._drafters.host,
+            self._drafter,
             config.num_speculative_tokens,
-            self._waiting,
-            counters=self._counters,
+            self.waiting,
+            counters=self.counters,
             fold=lambda slot: self.runner.fold(slot),
         )
 
-    def _alone(self, change: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def alone(self, change: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Makes a change while no other thread makes one, over bookkeeping that is whole, and leaves it whole."""
-        return self._turns.take(self._make_whole_and, change, *args, **kwargs)
+        return self.turns.take(self._make_whole_and, change, *args, **kwargs)
 
     def _make_whole_and(self, change: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if self.changing.is_torn:
@@ -179,9 +146,30 @@ class EngineCore:
                 self._recover()
             raise
 
-    def _add(self, prompt: tuple[int, ...], params: SamplingParams, outbox: dict[int, RequestOutput]) -> int:
+    def checked(self, prompt: Any, params: Any) -> tuple[tuple[int, ...], SamplingParams]:
+        """Returns a request's prompt and parameters as `add` takes them. Any thread may call it at any time.
+
+        Raises:
+            ValueError: The request can never run: see `Engine.add_request`.
+        """
+        checked = check_request(
+            prompt,
+            params,
+            config=self.config,
+            cache=self.cache,
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.spec.max_model_len,
+            has_tokenizer=self.tokenizer is not None,
+        )
+        _, params = checked
+        if params.grammar is not None:
+            # Another thread may step the engine while a grammar is compiled.
+            self._grammars.check(params.grammar)
+        return checked
+
+    def add(self, prompt: tuple[int, ...], params: SamplingParams, outbox: dict[int, RequestOutput]) -> int:
         """Queues a request that was checked, whose output goes to `outbox`, and returns its id."""
-        self._waiting.check_room()
+        self.waiting.check_room()
         if level_of(params) >= Level.FULL:
             self.runner.make_sampler()
         text = GeneratedText.after(prompt, self.tokenizer, params.stop, params.min_tokens) if self.tokenizer else None
@@ -190,52 +178,75 @@ class EngineCore:
         try:
             with self.changing:
                 self.scheduler.add(request)
-                self._requests[request.id] = request
+                self.requests[request.id] = request
             return request.id
         except BaseException:
             # The caller doesn't know the request, even if the change was whole. The flag is set without a call, because
             # a second interrupt may come at the beginning of one.
             self.changing.is_torn = True
-            self._requests.pop(request.id, None)
+            self.requests.pop(request.id, None)
             raise
+
+    def abort(self, request_id: int, outbox: dict[int, RequestOutput]) -> None:
+        """Ends a request at once, if it has not ended. The output goes to `outbox`, and to whoever else waits for it."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._abort(request, outbox)
+
+    def abort_all(self, outbox: dict[int, RequestOutput]) -> None:
+        """Ends the requests whose outputs would go to `outbox`."""
+        for request in [request for request in self.requests.values() if request.outbox is outbox]:
+            self._abort(request, outbox)
 
     def _abort(self, request: Request, outbox: dict[int, RequestOutput]) -> None:
         """Ends a request at once. The output goes to `outbox`, and to whoever else waits for it."""
         with self.changing:
             self.scheduler.remove(request)
-            own = outbox if request.outbox is self._outputs and not self._updates.have_reader else request.outbox
+            own = outbox if request.outbox is self.outputs and not self.updates.have_reader else request.outbox
             outbox[request.id] = self._end(request, "abort", outbox=own)
-            self._reports.flush()
+            self.reports.flush()
 
-    def _reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix: see `Engine.reset_prefix_cache`."""
         with self.changing:
             self.cache.reset_prefix_cache()
-            self._reports.flush()
+            self.reports.flush()
 
-    def _advance(self) -> None:
+    def listen(self, listener: Listener | None) -> None:
+        """Tells a function what the cache stores and loses from now on: see `Engine.on_cache_event`."""
+        with self.changing:
+            self.reports.listen(listener)
+            self._recover()
+
+    def warm(self, bucket: Bucket) -> None:
+        """Runs one program on padding rows, and waits for it."""
+        with self.changing:
+            self.runner.warm(bucket)
+
+    def advance(self) -> None:
         """Dispatches one step and reads the oldest unread one. What a request makes it raise ends that request."""
         if not self.unread_steps:
-            self._check_launches()
+            self.check_launches()
         with self.changing:
             try:
                 self._step()
-                self._reports.flush()
+                self.reports.flush()
             except BaseException as raised:
                 # An interrupt is raised again, and the caller's turn ends with `_recover`.
                 self._fail(failure(raised), self._failed_requests())
 
-    def _check_launches(self) -> None:
+    def check_launches(self) -> None:
         """Waits until all that was begun is launched. If something was not, those end that run, because they need it."""
         error = self.runner.failure
         if error is not None:
             with self.changing:
                 self._fail(as_exception(error), {})
 
-    def _advance_and_update(self) -> dict[int, RequestUpdate]:
+    def advance_and_update(self) -> dict[int, RequestUpdate]:
         """Makes a step, and an update of each request with new tokens. Returns the updates of those that have ended."""
-        self._advance()
+        self.advance()
         for request in list(self.scheduler.running):
-            if request.outbox is not self._outputs or self._updates.shows_all(request):
+            if request.outbox is not self.outputs or self.updates.shows_all(request):
                 continue
             try:
                 request.read_text()
@@ -245,9 +256,9 @@ class EngineCore:
                     self.scheduler.remove(request)
                     self._end_alone(request, error)
             else:
-                self._updates.add(request)
-        self._updates.forget_all_but(self._requests, self._outputs)
-        return self._updates.last(self._outputs)
+                self.updates.add(request)
+        self.updates.forget_all_but(self.requests, self.outputs)
+        return self.updates.last(self.outputs)
 
     def _step(self) -> None:
         scheduler = self.scheduler
@@ -262,25 +273,25 @@ class EngineCore:
             self.unread_steps.append(self.runner.dispatch(plan))
             self._rows_at_work = ()
             scheduler.dispatched(plan)
-        elif not self.unread_steps and self._waiting and not plan.failed:
+        elif not self.unread_steps and self.waiting and not plan.failed:
             # The checks of `add_request` rule this out.
-            scheduler.current = self._waiting.first
-            raise OutOfBlocksError(f"the pools can't run request {self._waiting.first.id}: {self.sizes}")
+            scheduler.current = self.waiting.first
+            raise OutOfBlocksError(f"the pools can't run request {self.waiting.first.id}: {self.sizes}")
         # A plan that is short of blocks waits for all results: they free blocks, or allow a preemption.
         max_unread = self.steps_in_flight if plan.rows and not plan.is_short else 0
         if plan.awaits_token:
             # The request that waits gets a row in the next plan.
             max_unread = min(max_unread, 1)
-        while len(self.unread_steps) > max_unread or (self.unread_steps and not self._requests):
+        while len(self.unread_steps) > max_unread or (self.unread_steps and not self.requests):
             self._rows_at_work = self.unread_steps[0].places
             self._read(self.unread_steps.popleft())
 
     def _read(self, dispatched: Dispatched) -> None:
         """Reads a step's result. Rows whose request has ended since are dropped."""
-        self._counters.add(steps=1)
+        self.counters.add(steps=1)
         read = self.runner.read(dispatched)
         self._rows_at_work = ()
-        self._counters.add(state_bytes_copied=read.copied_bytes, null_reads=read.null_reads)
+        self.counters.add(state_bytes_copied=read.copied_bytes, null_reads=read.null_reads)
         late = []
         for row, result in read.rows:
             if row.is_current:
@@ -288,13 +299,12 @@ class EngineCore:
             else:
                 late.append(row)
         self.scheduler.current = None
-        if self._trace:
-            self._trace = trace_step(self._trace, read, self._counters["steps"], late, self.spec.state_block_size)
+        self.tracing.record(read, self.counters["steps"], late, self.spec.state_block_size)
 
     def _take_in(self, row: Row, result: RowResult) -> None:
         """Adds a row's result to its request, and ends the request if a token ends it."""
         request = self.scheduler.current = row.request
-        is_first = count_row(self._counters, row, result)
+        is_first = count_row(self.counters, row, result)
         if self._watch and is_first:
             self._watch.admitted(len(request.prompt))
         tokens, reason = tokens_up_to_end(request, result.tokens, self.model_config.eos_token_id)
@@ -317,8 +327,8 @@ class EngineCore:
         # From here on the request has ended. `_recover` does what is cut off after this line.
         request.ended = output
         (request.outbox if outbox is None else outbox)[request.id] = output
-        self._requests.pop(request.id, None)
-        self._counters.end(reason)
+        self.requests.pop(request.id, None)
+        self.counters.end(reason)
         return output
 
     def _end_alone(self, request: Request, error: Exception) -> None:
@@ -331,7 +341,7 @@ class EngineCore:
         """Ends the requests on whose account a step raised, and goes on with the others."""
         if not self.runner.is_intact():
             # Whatever ran would need the pools that are lost.
-            failed = failed | {request.id: request for request in self._requests.values() if request.slot >= 0}
+            failed = failed | {request.id: request for request in self.requests.values() if request.slot >= 0}
         _LOG.error("a step failed, and with it %d requests", len(failed), exc_info=error)
         for request in failed.values():
             self._end(request, "error", error)
@@ -350,8 +360,8 @@ class EngineCore:
         elif self._rows_at_work:
             failed = [row.request for row in self._rows_at_work if row is not None and row.is_current]
         else:
-            failed = sorted(self._requests.values(), key=by_rank)[:1]
-        return {request.id: request for request in failed if request.id in self._requests}
+            failed = sorted(self.requests.values(), key=by_rank)[:1]
+        return {request.id: request for request in failed if request.id in self.requests}
 
     def _recover(self) -> None:
         """Makes requests, queue, scheduler, cache and pools agree after a change was cut off anywhere.
@@ -365,21 +375,21 @@ class EngineCore:
     def _requeue_all(self) -> None:
         self.unread_steps.clear()
         self._rows_at_work = ()
-        for request in list(self._requests.values()):
+        for request in list(self.requests.values()):
             if request.ended is not None:
                 request.outbox[request.id] = request.ended
-                del self._requests[request.id]
+                del self.requests[request.id]
             elif not self._ends_by_its_tokens(request):
-                self._counters.add(preemptions=request.slot >= 0)
+                self.counters.add(preemptions=request.slot >= 0)
                 request.wait()
         is_intact = self.runner.is_intact()
-        if not is_intact or not self._reports.knows(self.cache) or not self._vacate_cache():
+        if not is_intact or not self.reports.knows(self.cache) or not self._vacate_cache():
             # The cache goes first, so that it never describes pools that it doesn't belong to.
             self.cache = self._new_cache()
         if not is_intact:
             self.runner.reset()
-        self._reports.restart(self.cache)
-        self._waiting.replace(self._requests.values())
+        self.reports.restart(self.cache)
+        self.waiting.replace(self.requests.values())
         self.scheduler = self._new_scheduler()
 
     def _ends_by_its_tokens(self, request: Request) -> bool:
@@ -399,12 +409,12 @@ class EngineCore:
     def _vacate_cache(self) -> bool:
         """Takes all blocks from the requests. Returns False if the cache has lost count of them."""
         try:
-            self.cache.vacate(self._requests)
+            self.cache.vacate(self.requests)
         except BaseException as raised:
             _LOG.error("the cache is emptied, because a change of it was cut off", exc_info=failure(raised))
             return False
         return True
 
     def _forget_drafts(self, request: Request) -> None:
-        if self._drafters.host is not None:
-            self._drafters.host.forget(request.id)
+        if self._drafter is not None:
+            self._drafter.forget(request.id)

@@ -10,21 +10,25 @@ from typing import Any
 from jax.sharding import Mesh
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.cache.hybrid import CachedPrefix
+from mamba_align_jax.cache.hybrid import CachedPrefix, HybridCache
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.engine.device.model_worker import ModelWorker
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
-from mamba_align_jax.engine.running.admission import check_request, params_for, seeded
+from mamba_align_jax.engine.running.admission import params_for, seeded
+from mamba_align_jax.engine.running.bundle import read_bundle
 from mamba_align_jax.engine.running.cache_reports import Listener
-from mamba_align_jax.engine.running.portable import PortableCore
-from mamba_align_jax.engine.running.trace import TracedStep, write_trace
-from mamba_align_jax.engine.scheduling.buckets import Bucket, programs_of
+from mamba_align_jax.engine.running.core import EngineCore
+from mamba_align_jax.engine.running.trace import write_trace
+from mamba_align_jax.engine.running.transfer import Transfer, check_tokens, read_file
+from mamba_align_jax.engine.scheduling.buckets import programs_of
 from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate
+from mamba_align_jax.engine.scheduling.scheduler import Scheduler
 from mamba_align_jax.engine.scheduling.stats import EngineStats as EngineStats
 from mamba_align_jax.engine.text.tokenizer import Tokenizer, load_tokenizer, token_ids
 from mamba_align_jax.models import load_model
 
 
-class Engine(PortableCore):
+class Engine:
     """Continuous batching over one model, on one device or on several, with a prefix cache over states and keys.
 
     Every method may be called from any thread. One call at a time changes the engine, and the others wait for it: for the
@@ -40,11 +44,10 @@ class Engine(PortableCore):
         tokenizer: Turns text into token ids and back, for `generate`; None if there is none.
         spec: How states are kept.
         sizes: Sizes of the pools, on one device.
-        cache: Assigns blocks and pages to requests.
-        scheduler: Plans steps.
-        runner: Runs them.
+        runner: Runs steps.
         steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
         unread_steps: The steps that were dispatched and not read, the oldest first.
+        core: All that changes, for other parts of this package.
     """
 
     def __init__(
@@ -75,7 +78,26 @@ class Engine(PortableCore):
         """
         config = EngineConfig() if config is None else config
         values.require(isinstance(config, EngineConfig), "config", "EngineConfig or None", config)
-        super().__init__(model, config, drafter, mesh, tokenizer)
+        self._begin(ModelWorker(model, config, drafter, mesh), tokenizer)
+
+    @classmethod
+    def over(cls, worker: ModelWorker, tokenizer: Tokenizer | None = None) -> "Engine":
+        """Makes an engine over a model that is on its devices already, as `mamba_align_jax.processes` does.
+
+        Args:
+            worker: The model and its pools. No other engine may use it.
+            tokenizer: As for the engine itself.
+        """
+        engine = cls.__new__(cls)
+        engine._begin(worker, tokenizer)
+        return engine
+
+    def _begin(self, worker: ModelWorker, tokenizer: Tokenizer | None) -> None:
+        core = self.core = EngineCore(worker, tokenizer)
+        self.config, self.model_config, self.tokenizer = core.config, core.model_config, core.tokenizer
+        self.spec, self.sizes, self.runner = core.spec, core.sizes, core.runner
+        self.steps_in_flight, self.unread_steps = core.steps_in_flight, core.unread_steps
+        self._transfer = Transfer(core)
 
     @classmethod
     def from_pretrained(
@@ -103,14 +125,24 @@ class Engine(PortableCore):
         return cls(load_model(path, dtype, progress), config, tokenizer=load_tokenizer(path))
 
     @property
+    def cache(self) -> HybridCache:
+        """Assigns blocks and pages to requests. After a failure it may be another one."""
+        return self.core.cache
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Plans steps. After a failure or an interrupt it is another one."""
+        return self.core.scheduler
+
+    @property
     def stats(self) -> EngineStats:
         """What the engine has counted since it was made."""
-        return self._counters.snapshot()
+        return self.core.counters.snapshot()
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or has an output that `step` has not returned yet."""
-        return bool(self._requests or self._outputs)
+        return bool(self.core.requests or self.core.outputs)
 
     def warmup(self, progress: Callable[[], None] = lambda: None, *, draws: bool = True, full: bool = False) -> float:
         """Compiles every program that requests can need, and runs each once on padding.
@@ -133,15 +165,11 @@ class Engine(PortableCore):
         buckets = programs_of(self.runner.buckets, draws=draws, full=full)
         with contextlib.closing(self.runner.compile(buckets)) as programs:
             # The generator itself stands for its end.
-            while self._alone(next, programs, programs) is not programs:
+            while self.core.alone(next, programs, programs) is not programs:
                 progress()
         for bucket in buckets:
-            self._alone(self._warm, bucket)
+            self.core.alone(self.core.warm, bucket)
         return time.perf_counter() - begin
-
-    def _warm(self, bucket: Bucket) -> None:
-        with self.changing:
-            self.runner.warm(bucket)
 
     @property
     def num_programs(self) -> int:
@@ -161,23 +189,7 @@ class Engine(PortableCore):
                 grammar that llguidance doesn't take.
             QueueFullError: `max_waiting` requests wait already.
         """
-        return self._alone(self._add, *self._checked(prompt_token_ids, params), self._outputs)
-
-    def _checked(self, prompt: Any, params: Any) -> tuple[tuple[int, ...], SamplingParams]:
-        checked = check_request(
-            prompt,
-            params,
-            config=self.config,
-            cache=self.cache,
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.spec.max_model_len,
-            has_tokenizer=self.tokenizer is not None,
-        )
-        _, params = checked
-        if params.grammar is not None:
-            # Another thread may step the engine while a grammar is compiled.
-            self._grammars.check(params.grammar)
-        return checked
+        return self.core.alone(self.core.add, *self.core.checked(prompt_token_ids, params), self.core.outputs)
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """Ends a request at once and frees exactly its blocks.
@@ -188,10 +200,10 @@ class Engine(PortableCore):
         """
         outbox: dict[int, RequestOutput] = {}
         try:
-            self._alone(self._abort_id, values.integer("request_id", request_id, maximum=None), outbox)
+            self.core.alone(self.core.abort, values.integer("request_id", request_id, maximum=None), outbox)
             return outbox.get(request_id)
         except BaseException:
-            self._outputs |= outbox
+            self.core.outputs.update(outbox)
             raise
 
     def reset_prefix_cache(self) -> None:
@@ -199,7 +211,12 @@ class Engine(PortableCore):
 
         Running requests keep the blocks that they hold, but what they have computed and will compute is never shared.
         """
-        self._alone(self._reset_prefix_cache)
+        self.core.alone(self._reset_prefix_cache)
+
+    def _reset_prefix_cache(self) -> None:
+        # The weights may have been replaced.
+        self._transfer.forget_weights()
+        self.core.reset_prefix_cache()
 
     def on_cache_event(self, listener: Listener | None) -> None:
         """Tells a function from now on, in order, which pages and states the prefix cache stores and which it loses.
@@ -217,12 +234,7 @@ class Engine(PortableCore):
             ValueError: `listener` can't be called.
         """
         values.require(listener is None or callable(listener), "listener", "a function or None", listener)
-        self._alone(self._listen, listener)
-
-    def _listen(self, listener: Listener | None) -> None:
-        with self.changing:
-            self._reports.listen(listener)
-            self._recover()
+        self.core.alone(self.core.listen, listener)
 
     def cached_prefix(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> CachedPrefix:
         """Returns what is cached of a prompt, for people to look at. It counts and changes nothing.
@@ -238,7 +250,90 @@ class Engine(PortableCore):
         if not tokens:
             raise ValueError("prompt_token_ids must not be empty")
         salt = values.text("cache_salt", cache_salt).encode()
-        return self._alone(lambda: self.cache.cached_prefix(tokens, salt))
+        return self.core.alone(lambda: self.core.cache.cached_prefix(tokens, salt))
+
+    def export_prefix(self, tokens: Sequence[int], *, cache_salt: str = "") -> bytes:
+        """Returns what is cached of a prefix as bytes, which `import_prefix` of another engine takes.
+
+        They hold the states at all of its boundaries that are cached, the pages up to the last of these, their keys, and a
+        checksum; neither the tokens nor the salt. If nothing is cached, they hold nothing. What the bytes mean does not
+        depend on the number of devices.
+
+        Args:
+            tokens: The prefix: a sequence of whole numbers, or an array of one axis. A state after all of its tokens
+                counts as well.
+            cache_salt: What is cached under this salt: see `SamplingParams`.
+
+        Raises:
+            ValueError: The prefix is no sequence of the model's tokens, or `prefix_cache` is "none".
+        """
+        found = values.integers("tokens", tokens, 0, self.model_config.vocab_size - 1)
+        salt = values.text("cache_salt", cache_salt).encode()
+        self._check_cache()
+        return self.core.alone(self._transfer.export_prefix, found, salt)
+
+    def import_prefix(self, data: bytes, tokens: Sequence[int] | None = None, *, cache_salt: str = "") -> int:
+        """Puts what `export_prefix` returned into the prefix cache, as if a request had computed it here.
+
+        The states and pages are then cached under the salt with which they were exported, and held by no request. Those
+        that were cached before stay as they are. Others are evicted as usual. If the pools can't hold the whole prefix,
+        its longest beginning that fits is taken.
+
+        Args:
+            data: The bytes, from an engine with an equal model, `block_size`, `kv_page_size`, `state_dtype` and
+                `num_speculative_tokens`. It may run on another number of devices. There is no signature, so they must
+                come from an engine that you trust. A writable buffer may be used again when the call returns.
+            tokens: Refuses bytes that are not of a beginning of these tokens; None takes any.
+            cache_salt: With `tokens`, refuses bytes that were exported under another salt.
+
+        Returns:
+            How many of the prefix's tokens are cached now: a request that continues them starts from there.
+
+        Raises:
+            ValueError: The bytes are no bundle, are damaged or cut off, or are of another version, model, configuration,
+                prefix or salt, or `prefix_cache` is "none". Nothing is changed.
+        """
+        self._check_cache()
+        salt = values.text("cache_salt", cache_salt).encode()
+        bundle, page_size = read_bundle("data", data, "prefix"), self.config.kv_page_size
+        if tokens is not None:
+            found = values.integers("tokens", tokens, 0, self.model_config.vocab_size - 1)
+            check_tokens("data", bundle, page_size, found, salt)
+        num_pages, _ = self.core.alone(self._transfer.admit, "data", bundle)
+        return num_pages * page_size
+
+    def save_cache(self, directory: str | Path) -> None:
+        """Writes everything that is cached to a file in a directory, for `load_cache` after a restart.
+
+        A file from before is replaced once the new one is complete. Prefixes of all salts are in it, so it is readable
+        only for the user who runs the process.
+
+        Raises:
+            ValueError: `prefix_cache` is "none", or the directory is neither text nor a path.
+            OSError: The file can't be written.
+        """
+        self._check_cache()
+        self.core.alone(self._transfer.save, _directory(directory))
+
+    def load_cache(self, directory: str | Path) -> int:
+        """Puts what `save_cache` wrote into the prefix cache. If the pools are smaller, what was used last is taken.
+
+        Returns:
+            How many of the file's states are cached now.
+
+        Raises:
+            ValueError: The file is no such file, is damaged, or is of another version, model or configuration, or
+                `prefix_cache` is "none". Nothing is changed.
+            OSError: There is no file, or it can't be read.
+        """
+        self._check_cache()
+        bundle = read_file(_directory(directory))
+        _, num_states = self.core.alone(self._transfer.admit, str(directory), bundle)
+        return num_states
+
+    def _check_cache(self) -> None:
+        mode = self.config.prefix_cache
+        values.require(mode != "none", "prefix_cache", "'align' or 'all' to move what is cached", mode)
 
     @contextlib.contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
@@ -252,13 +347,14 @@ class Engine(PortableCore):
         """
         values.instance("path", path, str, Path)
         # Before the other trace's file is replaced, and again when no other thread can begin one.
-        self._check_trace(path)
+        tracing = self.core.tracing
+        tracing.check(path)
         with write_trace(path) as write:
             try:
-                self._alone(self._begin_trace, path, write)
+                self.core.alone(tracing.begin, path, write)
                 yield
             finally:
-                self._alone(self._end_trace, write)
+                self.core.alone(tracing.end, write)
 
     def step(self) -> list[RequestOutput]:
         """Dispatches one step, reads the oldest unread one, and returns the outputs of the requests that ended.
@@ -271,9 +367,10 @@ class Engine(PortableCore):
         stays unless the pools are lost: then all requests that ran end. If what was raised is not an Exception, for
         instance a KeyboardInterrupt, no request ends, and it is raised again. Outputs are then returned by the next call.
         """
-        self._alone(self._advance)
+        self.core.alone(self.core.advance)
+        outputs = self.core.outputs
         # In one expression, so that an interrupt comes either before an output is taken or after all are returned.
-        return [*filter(None, map(self._outputs.pop, tuple(self._outputs), repeat(None)))]
+        return [*filter(None, map(outputs.pop, tuple(outputs), repeat(None)))]
 
     def step_outputs(self) -> list[RequestUpdate]:
         """Does what `step` does, and returns what is new of every request: its new tokens, and its output if it ended.
@@ -281,9 +378,9 @@ class Engine(PortableCore):
         Requests of calls of `generate` are not among them. If this call is interrupted, the next one returns what this
         one would have returned: a list may therefore have two updates of one request, in their order.
         """
-        last = self._alone(self._advance_and_update)
+        last, outputs = self.core.alone(self.core.advance_and_update), self.core.outputs
         # In one expression, as in `step`. An output that another thread has taken meanwhile is not returned again.
-        return [*self._updates.take(), *compress(last.values(), map(self._outputs.pop, last, repeat(None)))]
+        return [*self.core.updates.take(), *compress(last.values(), map(outputs.pop, last, repeat(None)))]
 
     def generate(
         self,
@@ -312,41 +409,24 @@ class Engine(PortableCore):
         """
         tokens = token_ids(self.tokenizer, prompts)
         requests = [
-            self._checked(prompt, own)
+            self.core.checked(prompt, own)
             for prompt, one in zip(tokens, params_for(len(tokens), params), strict=True)
             for own in seeded(one, n)
         ]
         outputs: dict[int, RequestOutput] = {}
         try:
-            ids = [self._alone(self._add, *request, outputs) for request in requests]
+            ids = [self.core.alone(self.core.add, *request, outputs) for request in requests]
             while len(outputs) < len(ids):
-                self._alone(self._advance)
+                self.core.alone(self.core.advance)
         except BaseException:
-            self._alone(self._abort_all, outputs)
+            self.core.alone(self.core.abort_all, outputs)
             raise
         for output in outputs.values():
             if output.error is not None:
                 raise output.error
         return [outputs[request_id] for request_id in ids]
 
-    def _abort_id(self, request_id: int, outbox: dict[int, RequestOutput]) -> None:
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._abort(request, outbox)
 
-    def _abort_all(self, outbox: dict[int, RequestOutput]) -> None:
-        """Ends the requests whose outputs would go to `outbox`."""
-        for request in [request for request in self._requests.values() if request.outbox is outbox]:
-            self._abort(request, outbox)
-
-    def _check_trace(self, path: str | Path) -> None:
-        if self._trace is not None:
-            raise ValueError(f"trace: a trace is being written already, got {str(path)!r} for another one")
-
-    def _begin_trace(self, path: str | Path, write: Callable[[TracedStep], None]) -> None:
-        self._check_trace(path)
-        self._trace = write
-
-    def _end_trace(self, write: Callable[[TracedStep], None]) -> None:
-        if self._trace is write:
-            self._trace = None
+def _directory(given: str | Path) -> Path:
+    values.instance("directory", given, str, Path)
+    return Path(given)

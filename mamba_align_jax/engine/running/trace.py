@@ -114,22 +114,46 @@ def traced_row(row: Row, proposed: int, sampled: Sequence[int], gone: bool, bloc
     )
 
 
-def trace_step(
-    write: Callable[[TracedStep], None], read: ReadStep, number: int, late: Sequence[Row], block_size: int
-) -> Callable[[TracedStep], None] | None:
-    """Hands the trace of a step to `write`: see `TracedStep.of`.
+class Tracing:
+    """Hands each step to whoever writes the trace, if anyone does.
 
-    Returns:
-        What the next step is handed to: `write`, or None after an exception. A trace that can't be written ends, and
-        nothing else does.
+    Attributes:
+        write: Is called with each step; None if no trace is written.
     """
-    try:
-        write(TracedStep.of(read, number, late, block_size))
-    except BaseException as raised:
-        failure(raised)
-        _LOG.exception("the trace ends here: a step could not be written")
-        return None
-    return write
+
+    def __init__(self) -> None:
+        """Traces nothing."""
+        self.write: Callable[[TracedStep], None] | None = None
+
+    def check(self, path: str | Path) -> None:
+        """Checks that a trace may begin.
+
+        Raises:
+            ValueError: Another one is being written.
+        """
+        if self.write is not None:
+            raise ValueError(f"trace: a trace is being written already, got {str(path)!r} for another one")
+
+    def begin(self, path: str | Path, write: Callable[[TracedStep], None]) -> None:
+        """Hands steps to `write` from now on, for the trace at `path`. It raises what `check` raises."""
+        self.check(path)
+        self.write = write
+
+    def end(self, write: Callable[[TracedStep], None]) -> None:
+        """Hands no more steps to `write`. A trace that has begun since goes on."""
+        if self.write is write:
+            self.write = None
+
+    def record(self, read: ReadStep, number: int, late: Sequence[Row], block_size: int) -> None:
+        """Hands over a step: see `TracedStep.of`. A trace that can't be written ends, and nothing else does."""
+        if self.write is None:
+            return
+        try:
+            self.write(TracedStep.of(read, number, late, block_size))
+        except BaseException as raised:
+            failure(raised)
+            _LOG.exception("the trace ends here: a step could not be written")
+            self.write = None
 
 
 @contextlib.contextmanager

@@ -1,9 +1,4 @@
-"""Moves cached prefixes out of an engine and into another one, whose model is equal.
-
-The functions here are called while no other thread changes the engine. They first wait until all steps that were dispatched
-are launched. What is read from the pools are the arrays that the last one leaves, so all states and pages that are published
-are in them.
-"""
+"""Moves cached prefixes out of an engine and into another one, whose model is equal."""
 
 import contextlib
 import functools
@@ -30,34 +25,39 @@ _LEFT_S = 3600.0  # A file that is being written changes more often.
 
 
 class Transfer:
-    """Moves the cached prefixes of one engine. It keeps the digest of the engine's weights."""
+    """Moves the cached prefixes of one engine. It keeps the digest of the engine's weights.
 
-    def __init__(self) -> None:
+    Its methods are called while no other thread changes the engine: see `EngineCore.alone`. They first wait until all steps
+    that were dispatched are launched. What is read from the pools are the arrays that the last one leaves, so all states and
+    pages that are published are in them.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
         """Makes one for an engine whose weights have not been read."""
+        self._core = core
         self._weights: bytes | None = None
 
     def forget_weights(self) -> None:
         """Records that the weights may have been replaced."""
         self._weights = None
 
-    def export_prefix(self, core: EngineCore, tokens: Sequence[int], salt: bytes) -> bytes:
+    def export_prefix(self, tokens: Sequence[int], salt: bytes) -> bytes:
         """Returns a bundle of what is cached of a prefix: see `Engine.export_prefix`."""
-        core._check_launches()
-        return new_bundle("prefix", *self._contents(core, entries_of_prefix(core.cache, tokens, salt)))
+        self._core.check_launches()
+        return new_bundle("prefix", *self._contents(entries_of_prefix(self._core.cache, tokens, salt)))
 
-    def save(self, core: EngineCore, directory: Path) -> None:
+    def save(self, directory: Path) -> None:
         """Writes all that is cached to a file: see `Engine.save_cache`."""
-        core._check_launches()
+        self._core.check_launches()
         directory.mkdir(parents=True, exist_ok=True)
         with new_file(directory / FILE_NAME) as file:
             write = functools.partial(_write_at, file.fileno())
-            write_bundle(write, "cache", *self._contents(core, all_entries(core.cache)))
+            write_bundle(write, "cache", *self._contents(all_entries(self._core.cache)))
 
-    def admit(self, core: EngineCore, name: str, bundle: Bundle) -> tuple[int, int]:
+    def admit(self, name: str, bundle: Bundle) -> tuple[int, int]:
         """Puts a bundle's entries into the cache and the pools, as many as they can hold.
 
         Args:
-            core: The engine.
             name: What the caller calls the bundle, for errors.
             bundle: The bundle.
 
@@ -67,8 +67,9 @@ class Transfer:
         Raises:
             ValueError: It is another model's, or that of another configuration. Nothing is changed.
         """
-        core._check_launches()
-        own = self._identity(core)
+        core = self._core
+        core.check_launches()
+        own = self._identity()
         wanted = f"a bundle of this model, these weights and these sizes of blocks, {own.hex()[:16]}"
         values.require(bundle.model == own, name, wanted, bundle.model.hex()[:16])
         found = {"pages": bundle.pages.shape[1], "states": bundle.states.shape[1]}
@@ -87,21 +88,22 @@ class Transfer:
             admission.publish()
             if core.config.checked:
                 core.cache.check()
-            core._reports.flush()
+            core.reports.flush()
         return admission.length, admission.num_states
 
-    def _contents(self, core: EngineCore, entries: Entries) -> tuple[bytes, Contents, Contents]:
+    def _contents(self, entries: Entries) -> tuple[bytes, Contents, Contents]:
         """Returns the name of the model, the pages and the states, for a bundle."""
-        contents = []
-        for place, forms in core.runner.entry_forms.items():
+        contents, runner = [], self._core.runner
+        for place, forms in runner.entry_forms.items():
             found: list[Entry] = getattr(entries, place)
-            size, take = entry_bytes(forms), functools.partial(core.runner.take_entries, place)
+            size, take = entry_bytes(forms), functools.partial(runner.take_entries, place)
             content = read_entries(take, size, [number for _, number in found])
             contents.append(Contents([key for key, _ in found], size, content))
         pages, states = contents
-        return self._identity(core), pages, states
+        return self._identity(), pages, states
 
-    def _identity(self, core: EngineCore) -> bytes:
+    def _identity(self) -> bytes:
+        core = self._core
         if self._weights is None:
             self._weights = core.runner.digest_weights()
         return identity(core.config, core.model_config, self._weights, **core.runner.entry_forms)

@@ -1,0 +1,84 @@
+"""Puts a model on its devices: decides how its states are kept and how large the pools are, and makes the runner."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from mamba_align_jax.engine.config import EngineConfig
+from mamba_align_jax.engine.device.command_thread import is_slow_to_start
+from mamba_align_jax.engine.device.runner import StepRunner
+from mamba_align_jax.engine.device.sizing import PoolSizes, align_config, check_memory, pool_sizes
+from mamba_align_jax.engine.drafting.choose import choose_drafter
+from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
+from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
+from mamba_align_jax.layers.layouts import with_pool_layouts
+from mamba_align_jax.models.tensor_parallel import shard_model, share
+
+
+class ModelWorker:
+    """A model on the devices of this process, with pools, ready to run steps.
+
+    Attributes:
+        config: The engine's configuration.
+        model_config: The model's configuration.
+        spec: How states are kept.
+        sizes: Sizes of the pools, on one device.
+        drafters: The drafter on the host, which can't change its arguments, and the one on the device.
+        steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
+        runner: Runs the steps.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig,
+        drafter: Drafter | DeviceDrafter | None = None,
+        mesh: Mesh | None = None,
+        *,
+        agree: Callable[[PoolSizes], PoolSizes] = lambda sizes: sizes,
+        make_runner: Callable[..., StepRunner] = StepRunner,
+        may_launch_ahead: bool = True,
+    ) -> None:
+        """Puts a model on its devices and makes the pools.
+
+        Args:
+            model: A `ServedModel`.
+            config: The engine's configuration.
+            drafter: As for `Engine`.
+            mesh: As for `Engine`.
+            agree: Returns the sizes of the pools, given those that fit on the devices of this process.
+            make_runner: Makes the runner: `StepRunner`, or another one with its arguments.
+            may_launch_ahead: Whether steps may be launched in a thread. They are where that pays.
+
+        Raises:
+            ValueError: As for `Engine`.
+        """
+        self.config, self.model_config = config, model.config
+        model = with_pool_layouts(model, config.window_layout, config.state_layout)
+        layout, devices, own = None, (), model
+        if mesh is not None:
+            model, layout = shard_model(model, mesh)
+            devices, own = mesh.local_devices, share(model)
+        self.spec = align_config(config, own)
+        self.drafters = choose_drafter(config, model, drafter)
+        if self.drafters.host is not None:
+            guarded = GuardedDrafter(self.drafters.host, model.config.vocab_size)
+            self.drafters = self.drafters._replace(host=guarded)
+        launches_ahead = config.async_stepping and may_launch_ahead and is_slow_to_start(mesh)
+        # While the devices run one step, the next one is started, and the step before is read.
+        self.steps_in_flight = config.steps_in_flight + launches_ahead
+        options = dict(drafter=self.drafters.device, steps_in_flight=self.steps_in_flight)
+        self.sizes = agree(pool_sizes(self.spec, config, own, devices, **options))
+        check_memory(self.spec, config, self.sizes, model.config.vocab_size, devices)
+        self.runner = make_runner(
+            model,
+            self.spec,
+            self.sizes,
+            config.kv_page_size,
+            config.max_prefill_rows,
+            config.max_num_batched_tokens,
+            drafter=self.drafters.device,
+            layout=layout,
+            launches_ahead=launches_ahead,
+        )
