@@ -50,7 +50,7 @@ class BlockPool:
             raise ValueError(f"BlockPool: num_blocks must be at least 2, one of them NULL_BLOCK, got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_evictions = 0
-        self.on_lost = on_lost
+        self._observers = [on_lost]
         self._on_eviction = on_eviction
         self._free = list(range(num_blocks - 1, 0, -1))
         self._holders: dict[int, int] = {}
@@ -93,6 +93,10 @@ class BlockPool:
         held = [(key, block) for key, block in self._block_of.items() if stays(key, block)]
         cached = [(self._key_of[block], block) for block in self._cached]
         return [pair for pair in cached if not stays(*pair)] + held[::-1]
+
+    def watch(self, observer: Callable[[bytes, bool], object]) -> None:
+        """Calls a function from now on as `on_lost` is called, after those that were given before."""
+        self._observers.append(observer)
 
     def fits(self, count: int, hits: Sequence[int] = ()) -> bool:
         """True if the pool can hold the blocks `hits` and allocate `count` further blocks.
@@ -283,7 +287,8 @@ class BlockPool:
             self.num_evictions += 1
             self._on_eviction()
             self._remember(key)
-        self.on_lost(key, evicted)
+        for tell in self._observers:
+            tell(key, evicted)
 
     def _remember(self, key: bytes) -> None:
         self._evicted[key] = None

@@ -1,7 +1,7 @@
 """A prefix cache over state blocks and KV pages. A hit needs both, and an allocation gives both or neither."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.columns import last_boundary
@@ -19,10 +19,6 @@ from mamba_align_jax.cache.steps import chain_of, check_step
 
 # What most decode steps need.
 _NOTHING = Allocation((), ())
-
-
-def _both(lost: Callable[[bytes, bool], object], tell: Callable[[bytes], object]) -> Callable[[bytes, bool], object]:
-    return lambda key, evicted: (lost(key, evicted), tell(key))
 
 
 class HybridCache:
@@ -76,12 +72,12 @@ class HybridCache:
         self._check, self._memo = check, HashMemo()
         # The pages of a prefix are evicted from its end, so the first page to go has the key of the prefix's last
         # state.
-        kv.pool.on_lost = lambda key, evicted: states.pool.unpublish(key, evicted=evicted)
-        self.log = self.states.log = self.kv.log = log
+        kv.pool.watch(lambda key, evicted: states.pool.unpublish(key, evicted=evicted))
+        self.log = log
         if log is not None:
-            # A state that goes with its page is reported before the page.
-            states.pool.on_lost = _both(states.pool.on_lost, log.remove_state)
-            kv.pool.on_lost = _both(kv.pool.on_lost, log.remove_page)
+            # The pool of pages tells its log last, so a state that goes with its page is reported before the page.
+            states.report_to(log)
+            kv.report_to(log)
 
     def lookup(self, tokens: Sequence[int], salt: bytes = b"", chain: HashChain | None = None) -> HybridHit:
         """Finds the longest prefix of `tokens` whose pages and state are cached. Nothing is held yet.

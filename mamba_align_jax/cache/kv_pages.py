@@ -23,11 +23,7 @@ class _Request:
 
 
 class KVPageManager:
-    """Manages pages of keys and values. One page id stands for a page in every attention layer.
-
-    Attributes:
-        log: Is told of each page before it is published; None if no one listens.
-    """
+    """Manages pages of keys and values. One page id stands for a page in every attention layer."""
 
     def __init__(self, num_pages: int, page_size: int, *, on_eviction: Callable[[], object] = lambda: None) -> None:
         """Creates an empty cache.
@@ -42,8 +38,13 @@ class KVPageManager:
         """
         self.page_size = values.integer("KVPageManager: page_size", page_size, 1)
         self.pool = BlockPool(num_pages, on_eviction=on_eviction)
-        self.log: CacheLog | None = None
+        self._log: CacheLog | None = None
         self._requests: dict[Hashable, _Request] = {}
+
+    def report_to(self, log: CacheLog) -> None:
+        """Tells a log of each page from now on, before it is published and after it is lost. Call it once."""
+        self._log = log
+        self.pool.watch(lambda key, _: log.remove_page(key))
 
     def pages_for(self, num_tokens: int) -> int:
         """Returns how many pages `num_tokens` tokens need. The last page may be partly filled."""
@@ -154,9 +155,9 @@ class KVPageManager:
         first, last = record.num_published, end // self.page_size
         keys = record.chain.between(tokens, first * self.page_size, last * self.page_size)
         for number, key in enumerate(keys, first):
-            if self.log is not None and self.pool.find(key) is None:
+            if self._log is not None and self.pool.find(key) is None:
                 own = tuple(tokens[number * self.page_size : self._end(number)])
-                self.log.store_page(record.chain, own, self._end(number))
+                self._log.store_page(record.chain, own, self._end(number))
             self.pool.publish(record.pages[number], key)
             record.num_published = number + 1
 

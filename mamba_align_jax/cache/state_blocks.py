@@ -21,8 +21,7 @@ class StateBlockManager:
     For each step of a request, call `allocate` before the step is dispatched and `release` right after. If the step ran
     only known tokens, call `publish` between the dispatch and `release`. Call `commit` when the step's result has been read.
     A column's block never changes while its request lives, and blocks are never moved between columns. Columns that a
-    prefill chunk jumps over have no block, except in mode "all", where it keeps a state in each. `log` is told of each state
-    before it is published, unless it is None.
+    prefill chunk jumps over have no block, except in mode "all", where it keeps a state in each.
 
     With `fold_length`, that is under policy "deferred", `commit` leaves a boundary of a decode or verify row to the
     `release` after the request's next step, which writes its state. If none will come, call `fold_slots` where `unfolded`
@@ -69,7 +68,12 @@ class StateBlockManager:
         self._rolling = RollingBoundaries()
         self.pool = BlockPool(num_blocks, lambda key, _: self._rolling.stay(key), on_eviction=on_eviction)
         self._requests: dict[Hashable, Holder] = {}
-        self.log: CacheLog | None = None
+        self._log: CacheLog | None = None
+
+    def report_to(self, log: CacheLog) -> None:
+        """Tells a log of each state from now on, before it is published and after it is lost. Call it once."""
+        self._log = log
+        self.pool.watch(lambda key, _: log.remove_state(key))
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:
         """Returns the largest number of blocks that a running request holds. In mode "all", chunks take more."""
@@ -383,8 +387,8 @@ class StateBlockManager:
         if is_passed and not stays:
             return False, False
         key, block = record.chain.at(tokens, boundary), record.columns[column_of(boundary, self.block_size)]
-        if self.log is not None and self.pool.find(key) is None:
-            self.log.store_state(key, boundary)
+        if self._log is not None and self.pool.find(key) is None:
+            self._log.store_state(key, boundary)
         new = self.pool.publish(block, key)
         if stays:
             self._rolling.stay(key)

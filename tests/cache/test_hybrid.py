@@ -125,9 +125,10 @@ def test_a_shared_prefix_hits_on_the_third_request_at_the_latest():
     assert prefill(cache, "c", shared + [3] * 20) == 16
 
 
-def test_a_state_never_extends_a_hit_beyond_the_pages():
+def test_a_state_never_extends_a_hit_beyond_the_pages(monkeypatch):
     cache, tokens = make(num_pages=9, check=False), list(range(30))
-    cache.kv.pool.on_lost = lambda key, evicted: None  # so that the state outlives its pages
+    # So that the state outlives its pages.
+    monkeypatch.setattr(cache.states.pool, "unpublish", lambda key, *, evicted=False: None)
     prefill(cache, "a", tokens)
     cache.free("a")
     assert prefill(cache, "b", list(range(50, 59))) == 0
