@@ -326,6 +326,34 @@ def test_uses_of_private_attributes_are_seen(text, found):
     assert list(private_uses(ast.parse(text))) == found
 
 
+# Classes of one name: every file of a family of models has these, and is read by their names.
+OF_FAMILIES = {"Config", "Layer", "MoE", "Model"}
+# In the server a message has the name of the event that it carries, and the forms of the bodies are those of one protocol.
+OF_MESSAGES = {
+    "StateStored": {"mamba_align_jax.cache.events", "mamba_align_jax.serve.event_stream"},
+    "StateRemoved": {"mamba_align_jax.cache.events", "mamba_align_jax.serve.event_stream"},
+    "Form": {"mamba_align_jax.serve.chat", "mamba_align_jax.serve.completions", "mamba_align_jax.serve.service"},
+}
+
+
+def modules_by_class(modules):
+    """The modules that define a class of each name, as often as they do. An underscore before it makes no other name."""
+    found = {}
+    for module in modules:
+        for node in ast.walk(ast.parse(MODULES[module].read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(module)
+    return found
+
+
+def test_no_two_classes_have_one_name():
+    found = modules_by_class([module for module in MODULES if module.startswith("mamba_align_jax")])
+    several = {name: modules for name, modules in found.items() if len(modules) > 1}
+    families = {name: several.pop(name) for name in OF_FAMILIES}
+    assert all(module.startswith("mamba_align_jax.models.") for modules in families.values() for module in modules)
+    assert {name: set(modules) for name, modules in several.items()} == OF_MESSAGES
+
+
 TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py"))]
 
 

@@ -27,7 +27,7 @@ from pallas_kernels import NULL_BLOCK
 _KINDS = {RecurrentState: "recurrent state", ConvState: "conv window"}
 
 
-class _Row(NamedTuple):
+class _CheckedRow(NamedTuple):
     """A row with tokens. `drafts` is -1 if it is no verify row. `places` is None if it is fresh.
 
     `base` is the position of its state, and the computed tokens unless the policy is "deferred".
@@ -214,7 +214,7 @@ class StepChecker:
                     written[block] = False
             self._tables[group, slot, column] = block
 
-    def _rows(self, batch: StepBatch, num_sampled: Any) -> Iterator[_Row]:
+    def _rows(self, batch: StepBatch, num_sampled: Any) -> Iterator[_CheckedRow]:
         sampled = np.asarray(1 if num_sampled is None else num_sampled, np.int32)
         sampled = np.broadcast_to(sampled, batch.idx_mapping.shape)
         for slot, length, drafts, accepted in _entries(batch.idx_mapping, batch.num_tokens, batch.num_drafts, sampled):
@@ -229,9 +229,10 @@ class StepChecker:
             if base and places is not None:
                 column = column_of(base[0], self.spec.state_block_size)
                 places = places._replace(recurrent_column=column if base[0] else None)
-            yield _Row(slot, length, drafts, computed, current, places, max(accepted, 1), base[0] if base else computed)
+            position = base[0] if base else computed
+            yield _CheckedRow(slot, length, drafts, computed, current, places, max(accepted, 1), position)
 
-    def _finish(self, row: _Row, saves: bool) -> None:
+    def _finish(self, row: _CheckedRow, saves: bool) -> None:
         certain = certain_tokens(row.computed, row.num_tokens, max(row.drafts, 0))
         computed, accepted = tokens_after(certain, row.accepted), row.accepted
         if saves and self.spec.passes_boundaries and not self.spec.is_deferred:
@@ -271,7 +272,7 @@ class StepChecker:
             for _, written, block in self._blocks(slot, column, kind, "written with"):
                 written[block] = True
 
-    def _keep(self, row: _Row) -> None:
+    def _keep(self, row: _CheckedRow) -> None:
         """Records the boundaries inside a chunk. The record of NULL_BLOCK, which stands for no block, is never read."""
         for column in range(row.computed // self.spec.state_block_size, row.current):
             for group, records in enumerate(self._written):

@@ -14,7 +14,7 @@ _PAGES_AT_ONCE = 64
 
 
 @dataclass
-class _Request:
+class _PageHolder:
     chain: HashChain
     pages: list[int] = field(default_factory=list)
     num_published: int = 0
@@ -39,7 +39,7 @@ class KVPageManager:
         self.page_size = values.integer("KVPageManager: page_size", page_size, 1)
         self.pool = BlockPool(num_pages, on_eviction=on_eviction)
         self._log: CacheLog | None = None
-        self._requests: dict[Hashable, _Request] = {}
+        self._requests: dict[Hashable, _PageHolder] = {}
 
     def report_to(self, log: CacheLog) -> None:
         """Tells a log of each page from now on, before it is published and after it is lost. Call it once."""
@@ -124,7 +124,7 @@ class KVPageManager:
         fresh = self.pool.allocate(self._missing(request, num_tokens, len(shared))) or []
         if record is None:
             chain = (chain or HashChain(self.page_size)).owned_by(request, len(shared) * self.page_size)
-            record = self._requests[request] = _Request(chain, num_published=len(shared))
+            record = self._requests[request] = _PageHolder(chain, num_published=len(shared))
         first = len(record.pages)
         record.pages += shared + fresh
         return list(enumerate(record.pages[first:], start=first))

@@ -36,13 +36,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BenchSpec:
     workload: Workload
     loop: Loop
     fields: dict[str, Any]
 
 
-def _plan(options: argparse.Namespace) -> _Plan:
+def _plan(options: argparse.Namespace) -> _BenchSpec:
     """Checks the options and returns what they ask for."""
     output, suffix, seed = options.output, options.suffix, values.integer("--seed", options.seed, 0)
     for name in ("runs", "turns", "concurrency"):
@@ -61,7 +61,7 @@ def _plan(options: argparse.Namespace) -> _Plan:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=-(-workload.longest // page) * page,
     )
-    return _Plan(workload, loop, fields)
+    return _BenchSpec(workload, loop, fields)
 
 
 def bench(model: Any, options: argparse.Namespace, report: Callable[[str], None]) -> list[dict[str, Any]]:

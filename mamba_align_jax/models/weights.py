@@ -168,7 +168,7 @@ def _adapted(architecture: ModuleType, config: ModelConfig, tensors: Mapping[str
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _ModelPlan:
     """How a model is made: its structure, its parameters' shapes, and the source of each."""
 
     graph: Any
@@ -194,7 +194,7 @@ def _unlisted(path: Path) -> str:
     return f"; {INDEX} names no tensor of {', '.join(files)}, which is there" if files else ""
 
 
-def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: dict[str, Tensor]) -> _Plan:
+def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: dict[str, Tensor]) -> _ModelPlan:
     _check_layers(config, tensors, _unlisted(path))
     model = nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0)))
     sizes = _sizes(model)
@@ -221,7 +221,7 @@ def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: di
         raise ValueError(f"tensor {min(unknown)!r} has no place in a model of type {config.model_type!r}")
     for place, source in found.items():
         _check_shapes(source, tensors, variables[place], sizes.get(place[:-1]))
-    return _Plan(graph, variables, found, tensors)
+    return _ModelPlan(graph, variables, found, tensors)
 
 
 def read_weights(

@@ -36,7 +36,7 @@ from mamba_align_jax.align.policy import copy_free, pre_copy
 from mamba_align_jax.vllm_compat.host_types import HostCopyPlan, HostIndices, InputBatch, SchedulerOutput
 
 
-class _Row(NamedTuple):
+class _RequestRow(NamedTuple):
     """One row of a step. `drafts` is -1 for a row that is no verify row."""
 
     index: int
@@ -53,7 +53,7 @@ class _Row(NamedTuple):
         return running_column(self.computed, self.scheduled, spec.state_block_size)
 
 
-def _rows(function: str, spec: AlignConfig, batch: InputBatch) -> list[_Row]:
+def _rows(function: str, spec: AlignConfig, batch: InputBatch) -> list[_RequestRow]:
     """Checks the batch and returns its rows."""
     count = len(batch.req_ids)
     if count > spec.max_num_seqs:
@@ -85,11 +85,11 @@ def _rows(function: str, spec: AlignConfig, batch: InputBatch) -> list[_Row]:
         if problem:
             raise ValueError(f"{function}: request {req_id!r}: {problem}")
         seen.add(req_id)
-        rows.append(_Row(index, req_id, computed, scheduled, drafts))
+        rows.append(_RequestRow(index, req_id, computed, scheduled, drafts))
     return rows
 
 
-def _counts(function: str, name: str, values: Sequence[int] | np.ndarray, rows: list[_Row]) -> np.ndarray:
+def _counts(function: str, name: str, values: Sequence[int] | np.ndarray, rows: list[_RequestRow]) -> np.ndarray:
     """Returns a copy of counts that may be padded, int32 [rows]."""
     counts = np.array(values[: len(rows)], np.int32)
     if len(counts) != len(rows):

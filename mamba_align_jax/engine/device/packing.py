@@ -12,7 +12,7 @@ from mamba_align_jax.align.state import Additions
 from mamba_align_jax.align.tables import TableUpdates
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.device.packed import Packed, pack
-from mamba_align_jax.engine.device.page_tables import Entry, PageUpdates
+from mamba_align_jax.engine.device.page_tables import PageEntry, PageUpdates
 from mamba_align_jax.engine.device.program import Inputs
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN
 from mamba_align_jax.engine.sampling.adjust import AdjustOptions
@@ -222,7 +222,7 @@ def _is_known(row: Row) -> bool:
     return row.start < len(row.request.tokens) or drafts_are_known or row.masks is not None
 
 
-def page_entries(rows: Sequence[Row]) -> list[Entry]:
+def page_entries(rows: Sequence[Row]) -> list[PageEntry]:
     """Returns the entries of pages that are new in the rows' page tables."""
     return [(row.slot, number, page) for row in rows for number, page in row.allocation.pages]
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-Entry = tuple[int, int, int]  # a slot, which page of its request, and the page
+PageEntry = tuple[int, int, int]  # a slot, which page of its request, and the page
 
 # Updates of one call of `store_pages`.
 _UPDATES_PER_CALL = 1024
@@ -40,7 +40,7 @@ class PageUpdates:
         max_cleared: int,
         max_updates: int,
         cleared: Sequence[int],
-        entries: Sequence[Entry],
+        entries: Sequence[PageEntry],
         put: Callable[[np.ndarray], Any] = jax.device_put,
     ) -> "PageUpdates":
         """Pads slots to clear and entries to set; for `put` see `StepBatch.from_host`.
@@ -73,7 +73,7 @@ def set_pages(page_tables: jax.Array, updates: PageUpdates) -> jax.Array:
 _set_pages = functools.partial(jax.jit, donate_argnums=0)(set_pages)
 
 
-def store_pages(page_tables: jax.Array, cleared: Sequence[int], entries: Sequence[Entry]) -> jax.Array:
+def store_pages(page_tables: jax.Array, cleared: Sequence[int], entries: Sequence[PageEntry]) -> jax.Array:
     """Clears slots and sets any number of entries, in calls of one size, ahead of a step that has no room for them.
 
     A request that enters on a long hit brings the pages of the whole hit at once. `page_tables` is donated.

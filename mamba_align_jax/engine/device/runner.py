@@ -19,7 +19,7 @@ from mamba_align_jax.engine.device.device_inputs import DeviceInputs, new_mailbo
 from mamba_align_jax.engine.device.identity import weights_digest
 from mamba_align_jax.engine.device.packed import Packed
 from mamba_align_jax.engine.device.packing import Packer, page_entries
-from mamba_align_jax.engine.device.page_tables import Entry, store_pages
+from mamba_align_jax.engine.device.page_tables import PageEntry, store_pages
 from mamba_align_jax.engine.device.pending import store_tokens
 from mamba_align_jax.engine.device.pool_entries import Forms, entry_bytes, forms_of, put_entries, take_entries
 from mamba_align_jax.engine.device.program import DeviceState, Graph, StepResult, run_fold, run_step
@@ -400,7 +400,7 @@ class StepRunner:
         self._begin(self.do_store_pages, slots, page_entries(rows))
 
     @_moves_data
-    def do_store_pages(self, slots: Sequence[int], entries: Sequence[Entry]) -> None:
+    def do_store_pages(self, slots: Sequence[int], entries: Sequence[PageEntry]) -> None:
         """Command: clears the page tables of slots, and sets entries of them."""
         tables = store_pages(self.device_state.page_tables, slots, entries)
         self.device_state = replace(self.device_state, page_tables=tables)

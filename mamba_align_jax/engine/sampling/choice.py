@@ -34,7 +34,7 @@ class SamplingInputs(NamedTuple):
     following: jax.Array | None = None
 
 
-class Choice(NamedTuple):
+class ChosenTokens(NamedTuple):
     """The tokens that a step has chosen.
 
     Attributes:
@@ -58,7 +58,7 @@ def choose_tokens(
     verify: jax.Array,
     drafts: jax.Array,
     sampler: SamplerState | None,
-) -> Choice:
+) -> ChosenTokens:
     """Chooses a token after every token of the decode rows and after the last token of each prefill row.
 
     Args:
@@ -92,7 +92,7 @@ def choose_tokens(
         if sampling.adjust is not None:
             scores = jax.tree.map(lambda each: _by_row(each, num_decode_rows, window), score(own, chosen))
     verified, rest = jnp.split(chosen, [verify.size])
-    return Choice(verified.reshape(verify.shape), rest, scores)
+    return ChosenTokens(verified.reshape(verify.shape), rest, scores)
 
 
 def _drafts_before(drafts: jax.Array, num_rows: int) -> jax.Array:
