@@ -326,6 +326,31 @@ def test_uses_of_private_attributes_are_seen(text, found):
     assert list(private_uses(ast.parse(text))) == found
 
 
+CLASSES = {
+    (module, node.name): node
+    for module in MODULES
+    if module.startswith(CODE[:2])
+    for node in ast.parse(MODULES[module].read_text()).body
+    if isinstance(node, ast.ClassDef)
+}
+
+
+def shared_private_names(owner, base):
+    """The private names of a base that a class uses or replaces."""
+    used = [node for node in ast.walk(owner) if isinstance(node, ast.Attribute)]
+    names = {node.attr for node in used if ast.unparse(node.value) in ("self", "cls", "super()")}
+    return (names | members_of(owner)) & members_of(base)
+
+
+@pytest.mark.parametrize(("module", "name"), [place for place, node in CLASSES.items() if node.bases])
+def test_a_class_shares_no_private_name_with_a_base_of_another_module(module, name):
+    """What a class offers to classes that extend it elsewhere has public names."""
+    owner = CLASSES[module, name]
+    taken = {alias: (other, alias) for other, alias in imports_of(module)}
+    bases = [CLASSES[taken[base]] for base in map(ast.unparse, owner.bases) if taken.get(base) in CLASSES]
+    assert not [shared_private_names(owner, base) for base in bases if shared_private_names(owner, base)]
+
+
 # Classes of one name: every file of a family of models has these, and is read by their names.
 OF_FAMILIES = {"Config", "Layer", "MoE", "Model"}
 # In the server a message has the name of the event that it carries, and the forms of the bodies are those of one protocol.

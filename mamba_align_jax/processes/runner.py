@@ -71,7 +71,8 @@ class LeadingRunner(StepRunner):
         if self._is_retired:
             raise RuntimeError("another engine has taken the place of this one: see Processes.lead")
 
-    def _command(self, command: Callable[..., R], *arguments: Any) -> R:
+    def run_command(self, command: Callable[..., R], *arguments: Any) -> R:
+        """See `StepRunner.run_command`. The thread tells the command and then runs it."""
         self._check()
         return self._telling.run(self._tell_and_run, command, arguments)
 

@@ -166,7 +166,7 @@ class StepRunner:
             return False
         return self._is_sound and self._failure is None and not any(array.is_deleted() for array in arrays)
 
-    def _command(self, command: Callable[..., R], *arguments: Any) -> R:
+    def run_command(self, command: Callable[..., R], *arguments: Any) -> R:
         """Runs one of the methods `do_...`. With several processes, all of them run it."""
         return self._in_thread(command, *arguments)
 
@@ -175,9 +175,9 @@ class StepRunner:
         return call(*arguments) if self._thread is None else self._thread.run(call, *arguments)
 
     def _begin(self, command: Callable[..., R], *arguments: Any) -> Answer[R]:
-        """Runs one of the methods `do_...` like `_command`, but a runner that launches ahead does not wait for it."""
+        """Runs one of the methods `do_...` like `run_command`, but a runner that launches ahead does not wait for it."""
         if self._thread is None:
-            return Answer.of(lambda: self._command(command, *arguments))
+            return Answer.of(lambda: self.run_command(command, *arguments))
         return self._thread.start(self._run_unless_failed, command, arguments)
 
     def _run_unless_failed(self, command: Callable[..., R], arguments: Sequence[Any]) -> R:
@@ -195,7 +195,7 @@ class StepRunner:
 
     def reset(self) -> None:
         """Replaces pools and bookkeeping by fresh ones, whatever a step that raised has left."""
-        self._command(self.do_reset)
+        self.run_command(self.do_reset)
 
     def do_reset(self) -> None:
         """Command: see `reset`."""
@@ -241,7 +241,7 @@ class StepRunner:
 
     def take_entries(self, kind: str, ids: Sequence[int]) -> jax.Array:
         """Starts reading the bytes of pages or state blocks: see `pool_entries.take_entries`."""
-        return self._command(self.do_take_entries, kind, list(ids))
+        return self.run_command(self.do_take_entries, kind, list(ids))
 
     @_moves_data
     def do_take_entries(self, kind: str, ids: Sequence[int]) -> jax.Array:
@@ -252,7 +252,7 @@ class StepRunner:
         """Replaces pages or state blocks by `entries`, uint8 [entries, bytes]: see `pool_entries.put_entries`."""
         flat = entries.reshape(-1)
         words = np.pad(flat, (0, -flat.size % 4)) if flat.size % 4 else flat
-        self._command(self.do_put_entries, kind, list(ids), words.view(np.int32))
+        self.run_command(self.do_put_entries, kind, list(ids), words.view(np.int32))
 
     @_moves_data
     def do_put_entries(self, kind: str, ids: Sequence[int], words: np.ndarray) -> None:
@@ -263,7 +263,7 @@ class StepRunner:
 
     def digest_weights(self) -> bytes:
         """Returns a digest of the parameters: see `weights_digest`."""
-        return self._command(self.do_digest_weights)
+        return self.run_command(self.do_digest_weights)
 
     def do_digest_weights(self) -> bytes:
         """Command: see `digest_weights`."""
@@ -272,7 +272,7 @@ class StepRunner:
     def make_sampler(self) -> None:
         """Makes `sampler` unless it exists."""
         if self._sampler is None:
-            self._command(self.do_make_sampler)
+            self.run_command(self.do_make_sampler)
 
     @_moves_data
     def do_make_sampler(self) -> None:
