@@ -143,7 +143,7 @@ class Processes:
         if self._leading:
             self._leading.retire()
         self.tell("begin", asdict(config))
-        worker, facts = self._place(model, config, drafter)
+        worker, facts = self._make_worker(model, config, drafter)
         engine = Engine.over(worker, tokenizer)
         self._leading = engine.runner
         for number, theirs in sorted(self._answers("ready").items()):
@@ -172,14 +172,14 @@ class Processes:
                 if message.name == "begin":
                     # The old engine's pools go first.
                     follower = None
-                    worker, facts = self._place(model, EngineConfig(**message.values[0]), drafter)
+                    worker, facts = self._make_worker(model, EngineConfig(**message.values[0]), drafter)
                     self.tell("ready", facts)
                     follower = Follower(worker.runner, lambda: self._is_ending)
                     del worker
                 elif follower:
                     follower.obey(message)
 
-    def _place(
+    def _make_worker(
         self, model: Any, config: EngineConfig, drafter: Drafter | DeviceDrafter | None
     ) -> tuple[ModelWorker, dict[str, str]]:
         """Puts this process's share of a model on its devices, while all other processes do, and returns its facts, too."""
