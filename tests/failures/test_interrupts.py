@@ -70,6 +70,24 @@ def test_every_line_of_the_short_calls_may_be_interrupted():
                 break
 
 
+def test_a_request_is_queued_only_if_its_caller_gets_its_id():
+    """`add_request` is cut off before each line of the core in turn, also when the request is queued already."""
+    engine = Engine(SPELLER, EngineConfig(**SIZES), tokenizer=Letters())
+    calls = Calls(engine, np.random.default_rng(0))
+    for turn in itertools.count():
+        with Interrupt(turn, f"{PACKAGE}/engine/running/core.py") as interrupt:
+            calls.add()
+        if interrupt.place is None:
+            break
+        assert not calls.prompts
+        assert not engine.core.requests
+        assert not engine.core.waiting
+        assert not engine.has_unfinished
+    assert turn > 15
+    calls.drain()
+    calls.check()
+
+
 @pytest.mark.parametrize("file", ["running/updates", "running/results", "scheduling/request"])
 def test_every_line_that_makes_an_update_may_be_interrupted(file):
     """A request has tokens that were shown and tokens that were not when the interrupt comes."""
