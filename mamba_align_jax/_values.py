@@ -1,4 +1,4 @@
-"""Checks of the values that callers pass: each function returns the value as a plain Python value, or raises ValueError.
+"""Checks of the values that callers pass: each function returns the value as a plain Python value, or raises FieldError.
 
 The error names the argument, says what was wanted, and shows what came. This module imports no JAX.
 """
@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import numpy as np
+
+from mamba_align_jax.errors import FieldError
 
 T = TypeVar("T")
 
@@ -21,9 +23,9 @@ _NUMBERS = "a sequence of whole numbers"
 
 
 def require(condition: bool, name: str, wanted: str, got: object) -> None:
-    """Raises ValueError unless `condition` is true."""
+    """Raises FieldError unless `condition` is true."""
     if not condition:
-        raise ValueError(f"{name} must be {wanted}, got {shown(got)}")
+        raise FieldError(name, wanted, shown(got))
 
 
 def shown(value: object) -> str:
@@ -200,7 +202,7 @@ def known(requests: Mapping[Any, T], request: Any, name: str = "request") -> T |
     try:
         return requests.get(request)
     except TypeError:
-        raise ValueError(f"{name} must be a hashable name, got {shown(request)}") from None
+        raise FieldError(name, "a hashable name", shown(request)) from None
 
 
 def instance(name: str, value: Any, *classes: type, optional: bool = False) -> None:

@@ -1,6 +1,39 @@
-"""Exceptions of the package. A wrong argument raises a ValueError; these are the other reasons why a request can't run."""
+"""Exceptions of the package. A wrong argument raises a ValueError; the others are the reasons why a request can't run."""
 
-from pallas_kernels.dispatch import UnsupportedError as UnsupportedError
+
+class FieldError(ValueError):
+    """An argument of a function, or a field of a configuration, has a value that it can't have.
+
+    Its text is "<owner>: <field> must be <wanted>, got <got>".
+
+    Attributes:
+        owner: The function or the class that has the field; empty where the field's name alone says which one it is.
+        field: The field's name.
+        wanted: What it must be; with its verb where that is another one, as "divide block_size = 64".
+        got: What came, as text; empty if the text need not say it.
+    """
+
+    def __init__(self, name: str, wanted: str, got: str = "", must: str = "must be") -> None:
+        """Makes an error.
+
+        Args:
+            name: The field, after its owner if that is to be named, as "KVSpec: dtype".
+            wanted: What it must be.
+            got: What came, as text.
+            must: What stands between the name and what is wanted.
+        """
+        super().__init__(f"{name} {must} {wanted}" + (f", got {got}" if got else ""))
+        self._made_of = name, wanted, got, must
+        self.owner, _, self.field = name.rpartition(": ")
+        self.wanted, self.got = wanted, got
+
+    def __reduce__(self) -> tuple[type["FieldError"], tuple[str, str, str, str]]:
+        """Says how to make an equal error in another process."""
+        return FieldError, self._made_of
+
+    def renamed(self, name: str) -> "FieldError":
+        """Returns this error about a field of another name, from which the value was passed on."""
+        return FieldError(name, *self._made_of[1:])
 
 
 class OutOfBlocksError(RuntimeError):

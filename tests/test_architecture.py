@@ -14,10 +14,10 @@ CODE = ("mamba_align_jax", "pallas_kernels", "benchmarks", "examples")
 # whose order is from the foundation up: no room imports a later one.
 MAY_IMPORT = {
     "pallas_kernels": (),
-    "mamba_align_jax._values": (),
-    "mamba_align_jax.errors": ("pallas_kernels",),
+    "mamba_align_jax.errors": (),
+    "mamba_align_jax._values": ("mamba_align_jax.errors",),
     "mamba_align_jax.data": (),
-    "mamba_align_jax.align": ("pallas_kernels", "mamba_align_jax._values"),
+    "mamba_align_jax.align": ("pallas_kernels", "mamba_align_jax.errors", "mamba_align_jax._values"),
     "mamba_align_jax.kv": ("mamba_align_jax._values", "mamba_align_jax.align"),
     "mamba_align_jax.cache": ("mamba_align_jax.align", "mamba_align_jax._values"),
     "mamba_align_jax.metadata": ("pallas_kernels", "mamba_align_jax._values", "mamba_align_jax.align"),

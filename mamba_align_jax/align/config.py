@@ -9,6 +9,7 @@ from mamba_align_jax.align._fields import dtype_name, itemsize, set_fields
 from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.align.ring import DeltaRuleRing, Mamba2Ring, Ring
+from mamba_align_jax.errors import FieldError
 
 # The layers that policy "deferred" serves, in messages.
 HAVE_RINGS = "gated delta nets and Mamba-2"
@@ -18,27 +19,24 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def check_fold_length(owner: str, fold_length: int, num_speculative_tokens: int, block_size: int | bool) -> None:
-    """Checks the length of a fold group. The text of an error begins with `owner`.
+def check_fold_length(name: str, fold_length: int, num_speculative_tokens: int, block_size: int | bool) -> None:
+    """Checks the length of a fold group.
 
     Args:
-        owner: What has the fields, or "".
+        name: The field that has the length, for the error.
         fold_length: The length.
         num_speculative_tokens: The largest number of drafts, K.
         block_size: Tokens between boundaries. False if there are none, as in mode "none".
 
     Raises:
-        ValueError: A step could write entries that it reads, or a boundary would not be the end of a fold group.
+        FieldError: A step could write entries that it reads, or a boundary would not be the end of a fold group.
     """
-    if fold_length <= 2 * num_speculative_tokens:
-        raise ValueError(
-            f"{owner}fold_length must be more than 2 * num_speculative_tokens = {2 * num_speculative_tokens} under policy "
-            f"'deferred', got {fold_length}"
-        )
+    doubled = 2 * num_speculative_tokens
+    wanted = f"more than 2 * num_speculative_tokens = {doubled} under policy 'deferred'"
+    values.require(fold_length > doubled, name, wanted, fold_length)
     if block_size and block_size % fold_length:
-        raise ValueError(
-            f"{owner}fold_length must divide block_size = {block_size} under policy 'deferred', got {fold_length}"
-        )
+        wanted = f"divide block_size = {block_size} under policy 'deferred'"
+        raise FieldError(name, wanted, str(fold_length), "must")
 
 
 @dataclass(frozen=True)
@@ -223,9 +221,8 @@ class AlignConfig:
                 f"{self.num_speculative_tokens + 1}, got {self.block_size}"
             )
         if self.is_deferred:
-            check_fold_length(
-                "AlignConfig: ", self.fold_length, self.num_speculative_tokens, self.mode != "none" and self.block_size
-            )
+            size = self.mode != "none" and self.block_size
+            check_fold_length("AlignConfig: fold_length", self.fold_length, self.num_speculative_tokens, size)
             for group in self.groups:
                 group.check_deferred()
             if all(group.ring is None for group in self.groups):

@@ -132,7 +132,8 @@ class EngineConfig:
             values.require(size >= window, "block_size", f"at least num_speculative_tokens + 1 = {window}", size)
             values.require(size % page == 0, "block_size", f"a multiple of kv_page_size = {page}", size)
         if self.policy == "deferred":
-            check_fold_length("", self.fold_length, self.num_speculative_tokens, self.prefix_cache != "none" and size)
+            has_boundaries = self.prefix_cache != "none"
+            check_fold_length("fold_length", self.fold_length, self.num_speculative_tokens, has_boundaries and size)
             wanted = "None or 'VK' under policy 'deferred'"
             values.require(self.state_layout != "KV", "state_layout", wanted, self.state_layout)
         is_multiple = interval is None or interval % size == 0

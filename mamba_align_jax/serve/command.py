@@ -23,6 +23,7 @@ from mamba_align_jax.engine.config import (
     EngineConfig,
 )
 from mamba_align_jax.engine.text.chat_template import load_chat_template
+from mamba_align_jax.errors import FieldError
 from mamba_align_jax.serve.event_options import add_event_options, event_listener
 from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
 
@@ -221,7 +222,7 @@ def make_settings(options: argparse.Namespace) -> Settings:
     if options.api_key_file is not None:
         keys += [line.strip() for line in options.api_key_file.read_text().splitlines() if line.strip()]
         if not keys:
-            raise ValueError(f"api_key_file must have a key in a line, got {options.api_key_file}")
+            raise FieldError("api_key_file", "have a key in a line", str(options.api_key_file), "must")
     defaults = {}
     if options.sampling_defaults:
         from mamba_align_jax.models.config_files import read_sampling_defaults

@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mamba_align_jax.errors import FieldError
+
 
 def add_event_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
@@ -31,7 +33,8 @@ def event_listener(options: argparse.Namespace) -> Iterator[Callable[[tuple[Any,
     """
     for name in ("kv_events", "state_events"):
         if getattr(options, f"{name}_replay") is not None and getattr(options, name) is None:
-            raise ValueError(f"{name}_replay must come with {name}, got {getattr(options, f'{name}_replay')!r} alone")
+            alone = f"{getattr(options, f'{name}_replay')!r} alone"
+            raise FieldError(f"{name}_replay", f"come with {name}", alone, "must")
     if options.kv_events is None and options.state_events is None:
         yield None
         return
@@ -65,6 +68,5 @@ def _named_by_options(name: str) -> Iterator[None]:
     names = {"endpoint": name, "replay_endpoint": f"{name}_replay", "topic": "events_topic"}
     try:
         yield
-    except ValueError as error:
-        argument, _, rest = str(error).removeprefix("EventPublisher: ").partition(" ")
-        raise ValueError(f"--{names.get(argument, argument).replace('_', '-')} {rest}") from error
+    except FieldError as error:
+        raise error.renamed("--" + names[error.field].replace("_", "-")) from error

@@ -16,6 +16,7 @@ import zmq
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.events import CacheCleared, CacheEvent, PageRemoved, PageStored, StateRemoved, StateStored
+from mamba_align_jax.errors import FieldError
 from mamba_align_jax.serve.event_stream import encode
 
 _LOG = logging.getLogger(__name__)
@@ -95,8 +96,8 @@ class EventPublisher:
             socket.set_hwm(100_000)
             (socket.bind if is_bound else socket.connect)(endpoint)
         except zmq.ZMQError as error:
-            wanted = f"EventPublisher: {name} must be a ZMQ address that is free"
-            raise ValueError(f"{wanted}, got {endpoint!r}: {error}") from error
+            got = f"{values.shown(endpoint)}: {error}"
+            raise FieldError(f"EventPublisher: {name}", "a ZMQ address that is free", got) from error
         return socket, socket.get_string(zmq.LAST_ENDPOINT) if is_bound else endpoint
 
     def _run(self) -> None:

@@ -7,6 +7,7 @@ import zmq
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.events import CacheCleared, CacheEvent
+from mamba_align_jax.errors import FieldError
 from mamba_align_jax.serve.event_stream import decode
 
 # A replay socket is asked again if nothing was heard for so long, then for twice as long, up to the second number.
@@ -113,7 +114,7 @@ class EventReader:
             socket.set_hwm(100_000)
             socket.connect(values.text(name, endpoint))
         except zmq.ZMQError as error:
-            raise ValueError(f"{name} must be a ZMQ address, got {endpoint!r}: {error}") from error
+            raise FieldError(name, "a ZMQ address", f"{values.shown(endpoint)}: {error}") from error
 
     def _ask(self) -> None:
         """Asks the replay socket, if there is one, for all batches from the next one on.

@@ -8,6 +8,7 @@ from typing import Any
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.grammar import Grammar
+from mamba_align_jax.errors import FieldError
 from mamba_align_jax.serve.fields import Fields
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Limits, Settings
@@ -56,10 +57,10 @@ def make_params(found: Mapping[str, Any]) -> SamplingParams:
 
 
 def wrong_value(error: ValueError) -> Refusal:
-    """Returns the refusal for a ValueError of the engine, whose text begins with the name of a field."""
-    name = str(error).partition(" ")[0].rstrip(":")
+    """Returns the refusal for a ValueError of the engine, with the API's name of the field that it is about."""
+    field = error.field if isinstance(error, FieldError) else None
     names = {"prompt_token_ids": "prompt", "grammar": "response_format"}
-    return Refusal(400, str(error), param=names.get(name, name) if name.isidentifier() else None)
+    return Refusal(400, str(error), param=names.get(field, field))
 
 
 def _as_it_is(name: str, value: Any) -> Any:

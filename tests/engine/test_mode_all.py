@@ -8,7 +8,7 @@ from fakes.speller import Speller, next_token
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.device.sizing import align_config
-from mamba_align_jax.errors import UnsupportedError
+from pallas_kernels import UnsupportedError
 
 SPELLER = Speller()
 SIZES = dict(prefix_cache="all", block_size=8, kv_page_size=4, max_num_seqs=3, max_num_batched_tokens=20)

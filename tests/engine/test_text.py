@@ -80,7 +80,7 @@ def test_prompts_are_neither_cut_nor_filled_up_as_in_training(directory, tmp_pat
 def test_prompts_may_be_text_or_token_ids(directory, prompts, ids):
     assert [list(prompt) for prompt in token_ids(load_tokenizer(directory), prompts)] == ids
     if "ab" in prompts:
-        with pytest.raises(ValueError, match=r"must be token ids without a tokenizer .*: got 'ab'"):
+        with pytest.raises(ValueError, match=r"must be token ids without a tokenizer .*, got 'ab'"):
             token_ids(None, prompts)
     else:
         assert [list(prompt) for prompt in token_ids(None, prompts)] == ids

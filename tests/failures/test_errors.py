@@ -1,5 +1,6 @@
 """docs/errors.md says the truth: each input in its tables gets the error that stands beside it."""
 
+import pickle
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import mamba_align_jax
 import pallas_kernels
 from mamba_align_jax import AlignConfig, Engine, EngineConfig
 from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.errors import FieldError
 from mamba_align_jax.kv import KVSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
@@ -41,3 +43,23 @@ def test_input_gets_the_error_of_the_page(names, given, error):
         eval(given, dict(names))
     assert str(raised.value) == error
     assert not names["engine"].has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("error", "parts", "text"),
+    [
+        (FieldError("top_k", "at least 0", "-1"), ("", "top_k"), "top_k must be at least 0, got -1"),
+        (FieldError("KVSpec: dtype", "a name", "5"), ("KVSpec", "dtype"), "KVSpec: dtype must be a name, got 5"),
+        (FieldError("GroupSpec 'a: b': ring", "None", "1"), ("GroupSpec 'a: b'", "ring"), None),
+        (FieldError("stop", "not be empty", must="must"), ("", "stop"), "stop must not be empty"),
+        (FieldError("Pool: size", "{fit}", "{}", "must"), ("Pool", "size"), "Pool: size must {fit}, got {}"),
+    ],
+)
+def test_an_error_says_its_parts_and_goes_to_other_processes(error, parts, text):
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert (each.owner, each.field) == parts
+        assert (each.wanted, each.got) == (error.wanted, error.got)
+        assert str(each) == str(error)
+        assert text is None or str(each) == text
+    assert error.renamed("--size").field == "--size"
+    assert str(error.renamed("--size")).partition(" must ")[2] == str(error).partition(" must ")[2]

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
 from mamba_align_jax.engine.model import ServedModel
-from mamba_align_jax.errors import UnsupportedError
 from mamba_align_jax.kv import KVSpec
+from pallas_kernels import UnsupportedError
 
 # At least, a step's bytes for each token: where it is in its row, its sequence and the pages.
 _TOKEN_BYTES = 32
@@ -58,8 +59,7 @@ def align_config(config: EngineConfig, model: ServedModel) -> AlignConfig:
             )
     limit = model.config.max_position_embeddings
     max_model_len = config.max_model_len or limit
-    if max_model_len > limit:
-        raise ValueError(f"max_model_len must be at most the model's {limit}, got {max_model_len}")
+    values.require(max_model_len <= limit, "max_model_len", f"at most the model's {limit}", max_model_len)
     return AlignConfig(
         groups=model.state_groups(config.state_dtype),
         block_size=config.block_size,
@@ -132,10 +132,9 @@ def pool_sizes(
         columns = max(budget, 0) // (spec.bytes_per_block + pages_per_block * page_bytes)
     blocks = config.num_state_blocks or 1 + running + (0 if spec.mode == "none" else columns)
     pages = config.num_kv_pages or 1 + columns * pages_per_block
-    if blocks < 1 + blocks_per_request:
-        raise ValueError(f"num_state_blocks must be at least {1 + blocks_per_request} for one request, got {blocks}")
-    if pages < 2:
-        raise ValueError(f"num_kv_pages must be at least 2, got {pages}")
+    least = 1 + blocks_per_request
+    values.require(blocks >= least, "num_state_blocks", f"at least {least} for one request", blocks)
+    values.require(pages >= 2, "num_kv_pages", "at least 2", pages)
     return PoolSizes(blocks, pages, spec.bytes_per_block, page_bytes)
 
 

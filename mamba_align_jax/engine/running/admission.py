@@ -7,6 +7,7 @@ from typing import Any
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.errors import FieldError
 
 NUM_SEEDS = 2**31  # which fit the device's int32
 
@@ -46,32 +47,26 @@ def check_request(
     num_tokens = values.count("prompt_token_ids", prompt)
     length = num_tokens + params.max_tokens
     if num_tokens > max_model_len:
-        raise _too_long(max_model_len, num_tokens, params)
+        raise _too_long(f"max_model_len = {max_model_len}", f"{num_tokens} + {params.max_tokens}")
     tokens = values.integers("prompt_token_ids", prompt, 0, vocab_size - 1)
     if not tokens:
-        raise ValueError("prompt_token_ids must not be empty")
+        raise FieldError("prompt_token_ids", "not be empty", must="must")
     values.integers("stop_token_ids", params.stop_token_ids, 0, vocab_size - 1)
     values.require(has_tokenizer or not params.stop, "stop", "empty in an engine without a tokenizer", params.stop)
     values.integers("logit_bias", [token for token, _ in params.logit_bias], 0, vocab_size - 1)
-    max_drafts, wanted = config.num_speculative_tokens, params.num_speculative_tokens
-    if (wanted or 0) > max_drafts:
-        raise ValueError(f"num_speculative_tokens must be at most the engine's {max_drafts}, got {wanted}")
+    max_drafts, drafts = config.num_speculative_tokens, params.num_speculative_tokens
+    wanted = f"at most the engine's {max_drafts}"
+    values.require((drafts or 0) <= max_drafts, "num_speculative_tokens", wanted, drafts)
     if length > max_model_len:
-        raise _too_long(max_model_len, num_tokens, params)
+        raise _too_long(f"max_model_len = {max_model_len}", f"{num_tokens} + {params.max_tokens}")
     num_pages = cache.kv.pool.num_blocks - 1
     if cache.kv.pages_for(length) > num_pages:
-        raise ValueError(
-            f"prompt_token_ids and max_tokens must fit in {num_pages} KV pages of {config.kv_page_size}, "
-            f"got {length} tokens"
-        )
+        raise _too_long(f"{num_pages} KV pages of {config.kv_page_size}", f"{length} tokens")
     return tokens, params
 
 
-def _too_long(max_model_len: int, num_tokens: int, params: SamplingParams) -> ValueError:
-    return ValueError(
-        f"prompt_token_ids and max_tokens must fit in max_model_len = {max_model_len}, "
-        f"got {num_tokens} + {params.max_tokens}"
-    )
+def _too_long(limit: str, got: str) -> FieldError:
+    return FieldError("prompt_token_ids", f"fit in {limit}", got, "and max_tokens must")
 
 
 def params_for(num_prompts: int, params: Any) -> Sequence[Any]:

@@ -25,6 +25,7 @@ from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpda
 from mamba_align_jax.engine.scheduling.scheduler import Scheduler
 from mamba_align_jax.engine.scheduling.stats import EngineStats as EngineStats
 from mamba_align_jax.engine.text.tokenizer import Tokenizer, load_tokenizer, token_ids
+from mamba_align_jax.errors import FieldError
 from mamba_align_jax.models import load_model
 
 
@@ -248,7 +249,7 @@ class Engine:
         """
         tokens = values.integers("prompt_token_ids", prompt_token_ids, 0, self.model_config.vocab_size - 1)
         if not tokens:
-            raise ValueError("prompt_token_ids must not be empty")
+            raise FieldError("prompt_token_ids", "not be empty", must="must")
         salt = values.text("cache_salt", cache_salt).encode()
         return self.core.alone(lambda: self.core.cache.cached_prefix(tokens, salt))
 

@@ -12,7 +12,7 @@ import numpy as np
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.interrupts import failure
-from mamba_align_jax.errors import GrammarError
+from mamba_align_jax.errors import FieldError, GrammarError
 
 # What may stand between the parts of a JSON text. Any amount would let a model write spaces for ever.
 _WHITESPACE = " ?"
@@ -132,17 +132,17 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError as error:
-            raise ValueError("grammar must be None unless llguidance is installed (the extra 'structured')") from error
+            raise FieldError("grammar", "None unless llguidance is installed (the extra 'structured')") from error
         to_json = getattr(self._tokenizer, "to_json", None)
         if to_json is None:
-            raise ValueError("grammar must be None in an engine without the tokenizer of a tokenizer.json")
+            raise FieldError("grammar", "None in an engine without the tokenizer of a tokenizer.json")
         if not self._end_tokens:
-            raise ValueError("grammar must be None for a model without an end token")
+            raise FieldError("grammar", "None for a model without an end token")
         try:
             return llguidance.LLTokenizer(to_json(), n_vocab=self._vocab_size, eos_token=self._end_tokens)
         except BaseException as raised:  # llguidance documents no exceptions here
             error = failure(raised)
-            raise ValueError(f"grammar must be None, because llguidance can't use the tokenizer: {error}") from error
+            raise FieldError("grammar", f"None, because llguidance can't use the tokenizer: {error}") from error
 
     def _compile(self, grammar: Grammar) -> Any:
         vocabulary = self._vocabulary()
@@ -160,7 +160,7 @@ class GrammarCompiler:
             error = matcher.get_error()
         except BaseException as raised:
             error = failure(raised)
-            raise ValueError(f"grammar must be a {grammar.kind} that llguidance takes: {error}") from error
+            raise FieldError("grammar", f"a {grammar.kind} that llguidance takes: {error}") from error
         values.require(not error, "grammar", f"a {grammar.kind} that llguidance takes ({error})", grammar.text)
         return matcher
 

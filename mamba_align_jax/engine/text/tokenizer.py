@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.interrupts import failure
+from mamba_align_jax.errors import FieldError
 
 
 class Tokenizer(Protocol):
@@ -106,11 +107,9 @@ def _is_prompt(value: Any) -> bool:
 def _encode(tokenizer: Tokenizer | None, prompt: Any) -> Any:
     if not isinstance(prompt, str):
         return prompt
+    wanted = "token ids without a tokenizer (tokenizer.json in the model's directory, and the extra 'text')"
     if tokenizer is None:
-        raise ValueError(
-            "prompts must be token ids without a tokenizer (tokenizer.json in the model's directory, and the extra "
-            f"'text'): got {prompt[:40]!r}"
-        )
+        raise FieldError("prompts", wanted, repr(prompt[:40]))
     text = values.text("prompts", prompt)
     try:
         return tokenizer.encode(text)
