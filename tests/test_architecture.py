@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "pallas_kernels": (),
     "mamba_align_jax.errors": (),
     "mamba_align_jax._values": ("mamba_align_jax.errors",),
+    "mamba_align_jax._options": (),
     "mamba_align_jax.data": (),
     "mamba_align_jax.align": ("pallas_kernels", "mamba_align_jax.errors", "mamba_align_jax._values"),
     "mamba_align_jax.kv": ("mamba_align_jax._values", "mamba_align_jax.align"),
@@ -42,6 +43,7 @@ MAY_IMPORT = {
     "mamba_align_jax.engine": (
         "pallas_kernels",
         "mamba_align_jax._values",
+        "mamba_align_jax._options",
         "mamba_align_jax.errors",
         "mamba_align_jax.align",
         "mamba_align_jax.kv",
@@ -69,6 +71,7 @@ MAY_IMPORT = {
     "mamba_align_jax.routing": ("mamba_align_jax._values", "mamba_align_jax.cache"),
     "mamba_align_jax.serve": (
         "mamba_align_jax._values",
+        "mamba_align_jax._options",
         "mamba_align_jax.errors",
         "mamba_align_jax.cache",
         "mamba_align_jax.models",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mamba_align_jax import _values as values
+from mamba_align_jax._options import option
 from mamba_align_jax.align.config import check_fold_length
 from mamba_align_jax.align.policy import POLICIES as POLICIES
 from mamba_align_jax.engine.grammar import Grammar
@@ -72,29 +73,53 @@ class EngineConfig:
         checked: If True, each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
     """
 
-    prefix_cache: str = "align"
-    policy: str = "copy_free"
-    fold_length: int = 16
-    block_size: int = 64
-    kv_page_size: int = 16
-    checkpoint_interval: int | None = None
-    num_state_blocks: int | None = None
-    num_kv_pages: int | None = None
-    memory_fraction: float = 0.8
-    num_speculative_tokens: int = 0
-    speculation: str = "prompt_lookup"
-    async_stepping: bool = False
+    prefix_cache: str = option(
+        "align", '"align" keeps states at block boundaries where chunks of prompts end', PREFIX_CACHE_MODES
+    )
+    policy: str = option("copy_free", '"copy_free", "pre_copy" or "deferred": see docs/scheduling.md', POLICIES)
+    fold_length: int = option(16, 'Number of tokens between the states that policy "deferred" writes')
+    block_size: int = option(64, "Number of tokens between state boundaries")
+    kv_page_size: int = option(16, "Number of tokens of a KV page")
+    checkpoint_interval: int | None = option(None, "A state of each request stays cached every so many tokens")
+    num_state_blocks: int | None = option(None, "Number of state blocks, NULL_BLOCK included")
+    num_kv_pages: int | None = option(None, "Number of KV pages, the NULL page included")
+    memory_fraction: float = option(0.8, "Share of the device's free memory that both pools take")
+    num_speculative_tokens: int = option(0, "Largest number of draft tokens per request and step, K")
+    speculation: str = option(
+        "prompt_lookup",
+        '"prompt_lookup" drafts by prompt lookup; "mtp" drafts with the model\'s own head',
+        SPECULATIONS,
+    )
+    async_stepping: bool = option(
+        False,
+        "A step is dispatched before the tokens of the last one are read, so that the device never waits for the host",
+    )
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
-    max_model_len: int | None = None
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 512
-    max_prefill_rows: int = 4
-    max_waiting: int | None = None
-    overtaking_limit: int | None = None
-    state_dtype: str = "float32"
-    window_layout: str | None = None
-    state_layout: str | None = None
+    max_model_len: int | None = option(None, "Number of tokens of the longest sequence")
+    max_num_seqs: int = option(8, "Number of requests that run at once")
+    max_num_batched_tokens: int = option(512, "Number of prompt tokens of one step")
+    max_prefill_rows: int = option(4, "Number of prompts that may have tokens in one step")
+    max_waiting: int | None = option(None, "Number of requests that may wait to run for the first time")
+    overtaking_limit: int | None = option(
+        None,
+        "Number of later requests that may run before a waiting request, for each level of priority by which they are "
+        "ahead of it",
+    )
+    state_dtype: str = option(
+        "float32", 'Dtype of the recurrent states: "float32", "bfloat16" or "float16"', STATE_DTYPES
+    )
+    window_layout: str | None = option(
+        None,
+        'Layout of the pools of convolution windows: "SD", [window, channels], or "DS", [channels, window]',
+        WINDOW_LAYOUTS,
+    )
+    state_layout: str | None = option(
+        None,
+        'Layout of the pools of the gated delta rule\'s states: "VK", [value_heads, value_dim, key_dim], or "KV", '
+        "[value_heads, key_dim, value_dim]",
+        STATE_LAYOUTS,
+    )
     checked: bool = False
 
     def __post_init__(self) -> None:

@@ -2,48 +2,21 @@
 
 import argparse
 import gc
-import inspect
 import itertools
 import os
-import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.engine.config import (
-    POLICIES,
-    PREFIX_CACHE_MODES,
-    SPECULATIONS,
-    STATE_DTYPES,
-    STATE_LAYOUTS,
-    WINDOW_LAYOUTS,
-    EngineConfig,
-)
+from mamba_align_jax._options import add_fields, given_fields
+from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.text.chat_template import load_chat_template
 from mamba_align_jax.errors import FieldError
 from mamba_align_jax.serve.event_options import add_event_options, event_listener
 from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
 
-# Fields of EngineConfig that are options, with their types.
-_ENGINE: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(
-        ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_prefill_rows", "max_waiting"), int
-    ),
-    **dict.fromkeys(("overtaking_limit", "block_size", "kv_page_size", "checkpoint_interval", "fold_length"), int),
-    **dict.fromkeys(("num_speculative_tokens", "num_state_blocks", "num_kv_pages"), int),
-    "memory_fraction": float,
-}
-_CHOICES = {
-    "prefix_cache": PREFIX_CACHE_MODES,
-    "policy": POLICIES,
-    "speculation": SPECULATIONS,
-    "state_dtype": STATE_DTYPES,
-    "window_layout": WINDOW_LAYOUTS,
-    "state_layout": STATE_LAYOUTS,
-}
 # What serves many clients best where it is not the engine's own default.
 _DEFAULTS = {"max_waiting": 1024}
 
@@ -75,24 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--access-log", action="store_true", help="log each call")
     engine = parser.add_argument_group("engine")
-    texts = _attributes(EngineConfig)
-    for name, kind in _ENGINE.items():
-        default = _DEFAULTS.get(name, getattr(EngineConfig, name))
-        engine.add_argument(_option(name), type=kind, default=default, metavar="N", help=_help(texts[name], default))
-    for name, choices in _CHOICES.items():
-        default = getattr(EngineConfig, name)
-        engine.add_argument(_option(name), choices=choices, default=default, help=_help(texts[name], default))
-    engine.add_argument("--async-stepping", action="store_true", help=_help(texts["async_stepping"], None))
+    add_fields(engine, EngineConfig, defaults=_DEFAULTS)
     text = "the number of this host's devices that share the model (default: 1)"
     engine.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help=text)
     add_event_options(parser)
     add_process_options(parser.add_argument_group("several processes", "one engine over the devices of all of them"))
-    limits = parser.add_argument_group("limits")
-    texts = _attributes(Limits)
-    for item in fields(Limits):
-        kind, default = (float if item.name.endswith("_s") else int), item.default
-        text = _help(texts[item.name], default)
-        limits.add_argument(_option(f"limit_{item.name}"), type=kind, default=default, metavar="N", help=text)
+    add_fields(parser.add_argument_group("limits"), Limits, prefix="limit_")
 
 
 def add_process_options(group: argparse._ArgumentGroup) -> None:
@@ -126,8 +87,7 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
     settings = make_settings(options)
     # Sockets take a larger number for another one.
     values.integer("port", options.port, 0, 2**16 - 1)
-    names = (*_ENGINE, *_CHOICES, "async_stepping")
-    config = EngineConfig(**{name: getattr(options, name) for name in names})
+    config = EngineConfig(**given_fields(options, EngineConfig))
     if options.save_cache is not None:
         mode = config.prefix_cache
         values.require(mode != "none", "prefix_cache", "'align' or 'all' with --save-cache", mode)
@@ -234,20 +194,5 @@ def make_settings(options: argparse.Namespace) -> Settings:
         sampling_defaults=defaults,
         min_priority=options.min_priority,
         warmup=options.warmup,
-        limits=Limits(**{item.name: getattr(options, f"limit_{item.name}") for item in fields(Limits)}),
+        limits=Limits(**given_fields(options, Limits, "limit_")),
     )
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _help(text: str, default: Any) -> str:
-    return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
-
-
-def _attributes(kind: type) -> dict[str, str]:
-    """Returns the first sentence of each attribute in a class's docstring, so that the help says what the docstring does."""
-    text = inspect.getdoc(kind) or ""
-    found = re.findall(r"^    (\w+): ((?:.|\n(?!    \w+: ))+)", text, re.MULTILINE)
-    return {name: re.split(r"[.;](?:\s|$)", re.sub(r"\s+", " ", about))[0] for name, about in found}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mamba_align_jax import _values as values
+from mamba_align_jax._options import option
 from mamba_align_jax.engine.config import SamplingParams
 
 WARMUPS = ("none", "usual", "full")
@@ -20,7 +21,7 @@ class Limits:
         prompts: Number of prompts of one call.
         choices: Number of choices for each prompt, `n`.
         stop_strings: Number of strings in `stop`, and of tokens in `stop_token_ids`.
-        stop_length: Characters of each of them.
+        stop_length: Characters of each string in `stop`.
         logit_bias: Number of entries of `logit_bias`.
         logprobs: Number of the most likely tokens that are reported for each token.
         messages: Number of messages of a chat.
@@ -33,22 +34,22 @@ class Limits:
         drain_s: Seconds that running calls get to finish when the server is told to stop.
     """
 
-    body_bytes: int = 4 * 2**20
-    head_bytes: int = 64 * 2**10
-    prompts: int = 128
-    choices: int = 16
-    stop_strings: int = 16
-    stop_length: int = 256
-    logit_bias: int = 300
-    logprobs: int = 20
-    messages: int = 1024
-    grammar_bytes: int = 64 * 2**10
-    grammar_s: float = 2.0
-    connections: int = 1024
-    receive_s: float = 30.0
-    send_s: float = 30.0
-    call_s: float = 600.0
-    drain_s: float = 30.0
+    body_bytes: int = option(4 * 2**20, "Size of a call's body")
+    head_bytes: int = option(64 * 2**10, "Size of a call's first line and headers")
+    prompts: int = option(128, "Number of prompts of one call")
+    choices: int = option(16, "Number of choices for each prompt, `n`")
+    stop_strings: int = option(16, "Number of strings in `stop`, and of tokens in `stop_token_ids`")
+    stop_length: int = option(256, "Characters of each string in `stop`")
+    logit_bias: int = option(300, "Number of entries of `logit_bias`")
+    logprobs: int = option(20, "Number of the most likely tokens that are reported for each token")
+    messages: int = option(1024, "Number of messages of a chat")
+    grammar_bytes: int = option(64 * 2**10, "Size of a JSON schema")
+    grammar_s: float = option(2.0, "Seconds that a JSON schema may take to compile, more than 0 and at most a day")
+    connections: int = option(1024, "Number of connections that are open at once")
+    receive_s: float = option(30.0, "Seconds in which a call's head must have arrived, and then its body")
+    send_s: float = option(30.0, "Seconds for which a client may leave an answer unread")
+    call_s: float = option(600.0, "Seconds from when a call's requests are queued to the end of its answer")
+    drain_s: float = option(30.0, "Seconds that running calls get to finish when the server is told to stop")
 
     def __post_init__(self) -> None:
         for item in fields(self):

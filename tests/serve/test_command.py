@@ -34,14 +34,28 @@ def options(*arguments, model=BYTE_MODEL):
     return parser.parse_args(arguments)
 
 
-def test_the_help_has_every_limit_with_the_words_of_its_docstring():
+@pytest.mark.parametrize(("kind", "prefix"), [(EngineConfig, "--"), (Limits, "--limit-")])
+def test_the_help_has_each_field_in_the_words_of_the_docstring(kind, prefix):
     parser = argparse.ArgumentParser()
     command.add_options(parser)
-    text = " ".join(parser.format_help().split())
-    for item in fields(Limits):
-        assert f"--limit-{item.name.replace('_', '-')}" in text
-    assert "Number of connections that are open at once (default: 1024)" in text
-    assert "Number of requests that run at once (default: 8)" in text
+    shown = " ".join(parser.format_help().split())
+    described = " ".join(kind.__doc__.split()).lower()
+    found = [item for item in fields(kind) if item.metadata]
+    assert {item.name for item in fields(kind)} - {item.name for item in found} <= {
+        *("prompt_lookup_max", "prompt_lookup_min", "checked")
+    }
+    for item in found:
+        assert f"{prefix}{item.name.replace('_', '-')} " in shown
+        assert item.metadata["about"].lower() in described
+
+
+def test_the_help_says_the_defaults_of_the_command():
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    shown = " ".join(parser.format_help().split())
+    assert "Number of connections that are open at once (default: 1024)" in shown
+    assert "Number of requests that run at once (default: 8)" in shown
+    assert "Number of requests that may wait to run for the first time (default: 1024)" in shown
 
 
 def test_options_are_the_engines_and_the_servers(tmp_path):

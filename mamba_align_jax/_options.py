@@ -1,0 +1,53 @@
+"""Fields of dataclasses that are options of the command line as well. A field says its own help and its choices."""
+
+import argparse
+from collections.abc import Collection, Mapping
+from dataclasses import Field, field, fields
+from typing import Any, get_args
+
+
+def option(default: Any, about: str, choices: Collection[str] = ()) -> Any:
+    """Returns a field of a dataclass that is an option, too.
+
+    Args:
+        default: The field's default.
+        about: What the field is, in the words of the class's docstring.
+        choices: The texts that it may be; empty for any.
+    """
+    return field(default=default, metadata={"about": about, "choices": tuple(choices)})
+
+
+def add_fields(
+    group: argparse._ArgumentGroup, kind: type, prefix: str = "", defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Adds an option for each field that `option` made.
+
+    Args:
+        group: Where they are added.
+        kind: The dataclass.
+        prefix: What the options' names begin with.
+        defaults: Defaults that differ from those of the fields, by the fields' names.
+    """
+    for item in _options_of(kind):
+        default = (defaults or {}).get(item.name, item.default)
+        name = "--" + f"{prefix}{item.name}".replace("_", "-")
+        about = item.metadata["about"].replace("%", "%%")
+        if item.type is bool:
+            group.add_argument(name, action="store_true", help=about)
+            continue
+        about = about if default is None else f"{about} (default: {default})"
+        if item.metadata["choices"]:
+            group.add_argument(name, choices=item.metadata["choices"], default=default, help=about)
+        else:
+            # The type of an optional number is the first of a union.
+            of_text: Any = (*get_args(item.type), item.type)[0]
+            group.add_argument(name, type=of_text, default=default, metavar="N", help=about)
+
+
+def given_fields(options: argparse.Namespace, kind: type, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of the options that `add_fields` has added, by the names of the fields."""
+    return {item.name: getattr(options, prefix + item.name) for item in _options_of(kind)}
+
+
+def _options_of(kind: Any) -> list[Field[Any]]:
+    return [item for item in fields(kind) if item.metadata]
