@@ -33,6 +33,7 @@ MAY_IMPORT = {
     ),
     "mamba_align_jax.models": (
         "pallas_kernels",
+        "mamba_align_jax.errors",
         "mamba_align_jax._values",
         "mamba_align_jax.align",
         "mamba_align_jax.kv",

@@ -24,6 +24,7 @@ from mamba_align_jax.models import (
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
 from mamba_align_jax.models.config_files import end_tokens, read_config, read_generation_config, read_tokenizer_end
+from mamba_align_jax.models.fields import wrong
 from mamba_align_jax.models.quantised import read_quantisation
 from mamba_align_jax.models.weights import has_draft_head, read_outline, read_weights, stored_dtype
 
@@ -104,9 +105,7 @@ def _configuration(path: str | Path, dtype: str | None) -> tuple[ModuleType, Mod
     config = read_config(path)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise ValueError(
-            f"config.json: model_type must be one of {sorted(ARCHITECTURES)}, got {kind!r} in {str(path)!r}"
-        )
+        raise wrong("model_type", f"one of {sorted(ARCHITECTURES)}", f"{kind!r} in {str(path)!r}")
     read_quantisation(config)
     architecture = ARCHITECTURES[kind]
     # Some configurations do not name their head, and those of fine-tuned copies may name one that the files do not

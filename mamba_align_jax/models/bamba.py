@@ -11,7 +11,7 @@ from flax import nnx
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.models.causal_lm import CausalLM
-from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, mamba_head_dim, require, rotation
+from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, mamba_head_dim, require, rotation, wrong
 from mamba_align_jax.models.hybrid import PreNormLayer, attention, mamba2
 from mamba_align_jax.models.sources import Source, named
 
@@ -50,9 +50,7 @@ class Config(ModelConfig):
         )
         attention = tuple(config.get("attn_layer_indices") or ())
         if any(number >= layers for number in attention):
-            raise ValueError(
-                f"config.json: attn_layer_indices must be below num_hidden_layers = {layers}, got {attention}"
-            )
+            raise wrong("attn_layer_indices", f"below num_hidden_layers = {layers}", attention)
         layer_kinds({"num_hidden_layers": layers, "layer_types": _kinds(attention, layers)}, LINEAR, FULL)
         agree(config, layer_types=_kinds(attention, layers), layers_block_type=_kinds(attention, layers))
         mamba_heads = config.get("mamba_n_heads") or cls.mamba_n_heads

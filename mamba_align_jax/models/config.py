@@ -19,6 +19,7 @@ from mamba_align_jax.models.fields import (
 )
 from mamba_align_jax.models.fields import agree as agree
 from mamba_align_jax.models.fields import require as require
+from mamba_align_jax.models.fields import wrong as wrong
 
 # Pairs of fields: the second is a multiple of the first.
 _MULTIPLES = (
@@ -97,9 +98,9 @@ def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any)
     if missing:
         raise ValueError(f"config.json: a rotation of rope_type {kind!r} must have {missing!r}")
     if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
-        raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
+        raise wrong("low_freq_factor", "below high_freq_factor", "")
     if min(given.get("short_factor") or [1]) <= 0:
-        raise ValueError(f"config.json: short_factor must be positive numbers, got {given['short_factor']}")
+        raise wrong("short_factor", "positive numbers", given["short_factor"])
     given["rope_type"] = kind
     if kind in ("longrope", "yarn"):
         given.setdefault("attention_factor", attention_factor(given))
@@ -135,9 +136,8 @@ def mamba_head_dim(config: Mapping[str, Any], heads: int, inner: int, source: st
     given = config.get("mamba_d_head")
     dim = inner // heads if given in (None, "auto") else given
     if config.get(source) is not None and heads * dim != inner:
-        raise ValueError(
-            f"config.json: {source} must give mamba_n_heads * mamba_d_head = {heads * dim} inner channels, got {inner}"
-        )
+        wanted = f"give mamba_n_heads * mamba_d_head = {heads * dim} inner channels"
+        raise wrong(source, wanted, inner, must="must")
     return dim
 
 
@@ -155,14 +155,11 @@ def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tu
     layers, every = config.get("num_hidden_layers", 0), config.get("full_attention_interval", 4)
     kinds = config.get("layer_types") or [recurrent if (n + 1) % every else attention for n in range(layers)]
     if len(kinds) != layers or not set(kinds) <= {recurrent, attention}:
-        raise ValueError(
-            f"config.json: layer_types must name num_hidden_layers = {layers} layers, each {recurrent!r} or "
-            f"{attention!r}, got {kinds}"
-        )
+        wanted = f"name num_hidden_layers = {layers} layers, each {recurrent!r} or {attention!r}"
+        raise wrong("layer_types", wanted, kinds, must="must")
     if recurrent not in kinds:
-        raise ValueError(
-            f"config.json: layer_types must have a {recurrent!r} layer, because only those keep states, got {kinds}"
-        )
+        wanted = f"have a {recurrent!r} layer, because only those keep states"
+        raise wrong("layer_types", wanted, kinds, must="must")
     return tuple(kinds)
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.models.fields import check_field, read_object
+from mamba_align_jax.models.fields import check_field, read_object, wrong
 from mamba_align_jax.models.state_spaces import from_state_spaces, is_state_spaces
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         return config
     text = config[nested]
     if not isinstance(text, dict):
-        raise ValueError(f"config.json: {nested} must be an object, got {text!r}, in {str(path)!r}")
+        raise wrong(nested, "an object", f"{text!r}, in {str(path)!r}")
     # Null means the same as nothing, so it doesn't hide what stands outside.
     given = {name: value for name, value in text.items() if value is not None or name not in _SHARED_FIELDS}
     ends = end_tokens(config, text)
@@ -98,7 +98,7 @@ def _with_modelopt(config: dict[str, Any], file: Path) -> dict[str, Any]:
         return config
     given = read_object(file).get("quantization")
     if not isinstance(given, dict):
-        raise ValueError(f"{file.name}: quantization must be an object, got {given!r}, in {str(file.parent)!r}")
+        raise wrong("quantization", "an object", f"{given!r}, in {str(file.parent)!r}", file=file.name)
     return config | {"quantization_config": {"quant_method": "modelopt"} | given}
 
 

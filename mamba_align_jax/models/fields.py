@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mamba_align_jax.errors import FieldError
+
 # Fields that architectures read besides those of their `Config`, here or nested: a published name means the same in
 # every family.
 _OTHER_TYPES: Mapping[str, Any] = types.MappingProxyType(
@@ -126,6 +128,11 @@ def read_object(file: Path) -> dict[str, Any]:
     return found
 
 
+def wrong(name: str, wanted: str, got: Any, *, must: str = "must be", file: str = "config.json") -> FieldError:
+    """Returns the error for a field of a file: see `FieldError`. `got` is written as `str` writes it."""
+    return FieldError(f"{file}: {name}", wanted, str(got), must)
+
+
 def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
     """Checks that each option has one of its supported values, is null, or is left out.
 
@@ -139,7 +146,7 @@ def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
     for name, values in supported.items():
         got = config.get(name)
         if got is not None and got not in values:
-            raise ValueError(f"config.json: {name} must be one of {values}, got {got!r}")
+            raise wrong(name, f"one of {values}", repr(got))
 
 
 def agree(config: Mapping[str, Any], **derived: Any) -> None:
@@ -155,7 +162,7 @@ def agree(config: Mapping[str, Any], **derived: Any) -> None:
     for name, wanted in derived.items():
         got = config.get(name)
         if got is not None and got != wanted:
-            raise ValueError(f"config.json: {name} must be {_short(wanted)}, as other fields say, got {_short(got)}")
+            raise wrong(name, f"{_short(wanted)}, as other fields say", _short(got))
 
 
 def refuse_step_limits(config: Mapping[str, Any]) -> None:
@@ -177,10 +184,7 @@ def refuse_step_limits(config: Mapping[str, Any]) -> None:
         low, high = map(_limit, pair, (-math.inf, math.inf))
         # All step sizes are positive.
         if not (low <= 0 and high == math.inf):
-            raise ValueError(
-                f"config.json: {name} must be [0, Infinity] or null, because step sizes are not clamped, got "
-                f"{_short(limit)}"
-            )
+            raise wrong(name, "[0, Infinity] or null, because step sizes are not clamped", _short(limit))
 
 
 def _limit(value: Any, unlimited: float) -> float:
@@ -233,13 +237,13 @@ def check_field(name: str, value: Any, wanted: Any, *, may_be_zero: bool = False
     most = _MAX_NUMBER if name in _NUMBERS else _MAX_COUNT if name in _COUNTS else _MAX_SIZE
     limits = range(least, most + 1)
     if not _fits(value, wanted, limits):
-        raise ValueError(f"{file}: {name} must be {_words(wanted, limits)}, got {_short(value)}")
+        raise wrong(name, _words(wanted, limits), _short(value), file=file)
     if name == "partial_rotary_factor" and not 0 < value <= 1:
-        raise ValueError(f"{file}: {name} must be above 0 and at most 1, got {value!r}")
+        raise wrong(name, "above 0 and at most 1", repr(value), file=file)
     is_epsilon = name.endswith(("_eps", "epsilon"))
     is_off = may_be_zero and value == 0
     if value is not None and (is_epsilon or name in _POSITIVE) and value <= 0 and not is_off:
-        raise ValueError(f"{file}: {name} must be above 0, got {value!r}")
+        raise wrong(name, "above 0", repr(value), file=file)
 
 
 def _options(wanted: Any) -> tuple[Any, ...]:
@@ -318,7 +322,7 @@ def check_multiples(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
     for divisor, name in pairs:
         by, value = getattr(config, divisor, None), getattr(config, name, None)
         if by and value is not None and value % by:
-            raise ValueError(f"config.json: {name} must be a multiple of {divisor} = {by}, got {value}")
+            raise wrong(name, f"a multiple of {divisor} = {by}", value)
 
 
 def check_groups(config: Any, triples: Iterable[tuple[str, str, str]]) -> None:
@@ -338,10 +342,10 @@ def check_groups(config: Any, triples: Iterable[tuple[str, str, str]]) -> None:
             continue
         size = number // count
         if size < 2:
-            raise ValueError(f"config.json: {groups} must cut {number} experts into groups of two or more, got {count}")
+            raise wrong(groups, f"cut {number} experts into groups of two or more", count, must="must")
         most, each = size * config.topk_group, getattr(config, chosen)
         if each > most:
-            raise ValueError(f"config.json: {chosen} must be at most {most}, those of topk_group groups, got {each}")
+            raise wrong(chosen, f"at most {most}, those of topk_group groups", each)
 
 
 def check_choices(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
@@ -358,7 +362,7 @@ def check_choices(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
     for name, total in pairs:
         chosen, number = getattr(config, name, None), getattr(config, total, None)
         if number and chosen is not None and not 1 <= chosen <= number:
-            raise ValueError(f"config.json: {name} must be from 1 to {total} = {number}, got {chosen}")
+            raise wrong(name, f"from 1 to {total} = {number}", chosen)
 
 
 def check_sizes(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
@@ -375,4 +379,4 @@ def check_sizes(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
     for name, number in pairs:
         size, count = getattr(config, name, None), getattr(config, number, None)
         if count and size == 0:
-            raise ValueError(f"config.json: {name} must be at least 1 for {number} = {count}, got 0")
+            raise wrong(name, f"at least 1 for {number} = {count}", 0)

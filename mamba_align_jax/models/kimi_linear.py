@@ -16,7 +16,7 @@ from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, SharedExpertsMoE, SigmoidGate
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.models.causal_lm import CausalLM
-from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require
+from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require, wrong
 from mamba_align_jax.models.hybrid import PreNormLayer
 from mamba_align_jax.models.sources import Source, experts, joined, mapped, named, parts, taps, tensor
 
@@ -124,9 +124,8 @@ class Config(ModelConfig):
         number = config.get("num_experts") or fields.get("num_experts") or 0
         feeds = feeds if number else [DENSE] * len(kinds)
         if len(feeds) != len(kinds) or not set(feeds) <= {DENSE, SPARSE}:
-            raise ValueError(
-                f"config.json: mlp_layer_types must name {len(kinds)} layers, each {DENSE!r} or {SPARSE!r}, got {feeds}"
-            )
+            wanted = f"name {len(kinds)} layers, each {DENSE!r} or {SPARSE!r}"
+            raise wrong("mlp_layer_types", wanted, feeds, must="must")
         groups = config.get("num_expert_group") or fields.get("num_expert_group") or cls.num_expert_group
         if number and groups > 1:
             require(config, use_grouped_topk=(True,))

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
-from mamba_align_jax.models.config import ModelConfig, agree, require
+from mamba_align_jax.models.config import ModelConfig, agree, require, wrong
 from mamba_align_jax.models.mamba import Backbone
 from mamba_align_jax.models.mamba import sources as sources
 
@@ -36,9 +36,8 @@ class Config(ModelConfig):
         heads, dim = (config.get(name) or getattr(cls, name) for name in ("num_heads", "head_dim"))
         inner, expand = heads * dim, config.get("expand")
         if expand is not None and expand * config.get("hidden_size", 0) != inner:
-            raise ValueError(
-                f"config.json: expand must give num_heads * head_dim = {inner} inner channels, got {expand} * hidden_size"
-            )
+            wanted = f"give num_heads * head_dim = {inner} inner channels"
+            raise wrong("expand", wanted, f"{expand} * hidden_size", must="must")
         agree(config, layer_types=["linear_attention"] * config.get("num_hidden_layers", 0))
         return {"intermediate_size": inner}
 

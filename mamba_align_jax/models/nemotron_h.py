@@ -21,7 +21,7 @@ from mamba_align_jax.layers.moe import Experts, MixtureOfExperts, SigmoidGate
 from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.models import mamba
-from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.config import ModelConfig, require, wrong
 from mamba_align_jax.models.sources import Source, experts
 from mamba_align_jax.sharding import Part
 from pallas_kernels import Run
@@ -82,10 +82,8 @@ class Config(ModelConfig):
         )
         kinds = tuple(_KINDS.get(kind, kind) for kind in given)
         if MAMBA not in kinds or not set(kinds) <= set(_KINDS.values()):
-            raise ValueError(
-                f"config.json: layers_block_type must name layers of {sorted(set(_KINDS.values()))}, at least one of "
-                f"them {MAMBA!r}, got {given!r}"
-            )
+            wanted = f"name layers of {sorted(set(_KINDS.values()))}, at least one of them {MAMBA!r}"
+            raise wrong("layers_block_type", wanted, repr(given), must="must")
         return {
             "layers_block_type": kinds,
             "num_hidden_layers": len(kinds),

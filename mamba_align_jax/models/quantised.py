@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mamba_align_jax.models.fields import wrong
 from mamba_align_jax.models.tensor_files import FP8, StoredTensor, Tensor
 
 # By `quant_method` or `quant_algo`, the names of kinds that can't be loaded, as their authors write them.
@@ -55,7 +56,7 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise ValueError(f"config.json: quantization_config must be an object, got {given!r}")
+        raise wrong("quantization_config", "an object", repr(given))
     method = str(given.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in given else None)).lower()
     if method in ("fp8", "fbgemm_fp8"):
         # transformers calls scales "_scale_inv"; vLLM and FBGEMM call those that are not for blocks "_scale".
@@ -80,7 +81,7 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantisation:
     """Reads a configuration of compressed-tensors. Its groups of layers may have scales for different parts."""
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ValueError(f"config.json: quantization_config must have config_groups, got {groups!r}")
+        raise wrong("quantization_config", "have config_groups", repr(groups), must="must")
     if given.get("transform_config"):
         raise _refusal("compressed-tensors", "transform_config: weights that are transformed while the model runs")
     blocks = []
@@ -103,7 +104,7 @@ def _blocks(given: list[Any], name: str) -> tuple[tuple[int, int], ...]:
         if block is None:
             continue
         if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size >= 1 for size in block):
-            raise ValueError(f"config.json: quantization_config.{name} must be two positive integers, got {block!r}")
+            raise wrong(f"quantization_config.{name}", "two positive integers", repr(block))
         found[block[0], block[1]] = None
     return tuple(found)
 

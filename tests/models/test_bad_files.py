@@ -35,8 +35,11 @@ def directory(tmp_path):
 
 def refused(path, message, capsys):
     """Asserts that the library, an outline and the command line refuse the directory in one line."""
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
         load_model(path)
+    field = re.match(r"config\.json: (\w+) must ", message)
+    if field:
+        assert (raised.value.owner, raised.value.field) == ("config.json", field[1])
     assert main(["generate", "--prompt", "x", "--model", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("mamba-align: ")
