@@ -171,13 +171,15 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         text = stream.read(length)
     try:
         header = json.loads(text)
-        if not isinstance(header, dict):
-            raise TypeError("header")
-        header.pop("__metadata__", None)
+    except (ValueError, RecursionError) as error:
+        raise fail("a header that is no JSON object") from error
+    if not isinstance(header, dict):
+        raise fail("a header that is no JSON object")
+    header.pop("__metadata__", None)
+    try:
         entries = {name: _entry(name, file, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        # An entry that is no tensor is named already.
-        raise fail(str(error) if str(error).startswith("tensor ") else "a header that is no JSON object") from error
+    except TypeError as error:
+        raise fail(str(error)) from error
     end = 8 + length
     for _, (stored, stop) in sorted(entries.items(), key=lambda item: (item[1][0].start, item[1][1])):
         if stored.start != end:
@@ -189,7 +191,11 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _entry(name: str, file: Path, data: int, entry: Any) -> tuple[StoredTensor, int]:
-    """Returns the tensor that one entry of a header describes, and the index of the byte after its last."""
+    """Returns the tensor that one entry of a header describes, and the index of the byte after its last.
+
+    Raises:
+        TypeError: The entry describes no tensor.
+    """
 
     def is_sizes(value: Any) -> bool:
         return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**60 for size in value)
