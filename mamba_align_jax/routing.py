@@ -1,7 +1,7 @@
 """Chooses among replicas of an engine by what they have cached: states first, because a request resumes from a state.
 
 It runs no model and needs no JAX. What replicas have cached is known from their events: see `Engine.on_cache_event` and,
-over a network, `mamba_align_jax.serve.event_stream`.
+over a network, `mamba_align_jax.serve.events.stream`.
 """
 
 import numbers

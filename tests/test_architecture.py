@@ -176,24 +176,44 @@ ENGINE_ROOMS = {
     "device": ("interrupts", "model", "config", "text", "drafting", "scheduling", "sampling"),
     "running": ("interrupts", "turns", "model", "config", "text", "drafting", "scheduling", "device"),
 }
+# The rooms of the server, in the same way.
+SERVER_ROOMS = {
+    "settings": (),
+    "refusals": (),
+    "metrics": (),
+    "keys": ("refusals",),
+    "limits": ("settings", "refusals"),
+    "api": ("settings", "refusals", "metrics", "keys", "limits"),
+    "page": ("api",),
+    "events": (),
+    "app": ("settings", "refusals", "limits", "api", "page"),
+    "server": ("settings", "limits"),
+    "command": ("settings", "events", "app", "server"),
+}
+INNER_ROOMS = {ENGINE: ENGINE_ROOMS, "mamba_align_jax.serve": SERVER_ROOMS}
 
 
-def engine_room_of(module):
-    return module.removeprefix(f"{ENGINE}.").split(".")[0] if module.startswith(f"{ENGINE}.") else None
+def inner_room_of(package, module):
+    """The room of a module within a package that has rooms; None if it is in another package."""
+    return module.removeprefix(f"{package}.").split(".")[0] if module.startswith(f"{package}.") else None
 
 
-@pytest.mark.parametrize("room", ENGINE_ROOMS)
-def test_a_room_of_the_engine_imports_the_rooms_below_it_that_it_names(room):
-    modules = [module for module in MODULES if engine_room_of(module) == room]
-    reached = {engine_room_of(name) for module in modules for name, _ in imports_of(module)} - {room, None}
+@pytest.mark.parametrize(
+    ("package", "room"), [(package, room) for package in INNER_ROOMS for room in INNER_ROOMS[package]]
+)
+def test_a_room_within_a_package_imports_the_rooms_below_it_that_it_names(package, room):
+    rooms = INNER_ROOMS[package]
+    modules = [module for module in MODULES if inner_room_of(package, module) == room]
+    reached = {inner_room_of(package, name) for module in modules for name, _ in imports_of(module)} - {room, None}
     assert modules
-    assert reached == set(ENGINE_ROOMS[room])
-    order = list(ENGINE_ROOMS)
+    assert reached == set(rooms[room])
+    order = list(rooms)
     assert all(order.index(other) < order.index(room) for other in reached)
 
 
-def test_every_module_of_the_engine_is_in_a_room():
-    assert {engine_room_of(module) for module in MODULES} - {None} == set(ENGINE_ROOMS)
+@pytest.mark.parametrize("package", INNER_ROOMS)
+def test_every_module_of_a_package_with_rooms_is_in_one(package):
+    assert {inner_room_of(package, module) for module in MODULES} - {None} == set(INNER_ROOMS[package])
 
 
 # Public packages that stand beside the core. Only the command line may start one of them.

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mamba_align_jax.routing import StateRouter
-from mamba_align_jax.serve.event_reader import EventReader
+from mamba_align_jax.serve.events.reader import EventReader
 from mamba_align_jax.serve.keys import cache_salt
 
 PAGE_SIZE = 16

@@ -16,15 +16,15 @@ from mamba_align_jax.engine.running.async_engine import AsyncEngine
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.engine.scheduling.levels import changes_logits
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
-from mamba_align_jax.serve.cache_view import view_cache
-from mamba_align_jax.serve.chat import chat
-from mamba_align_jax.serve.clients import ClientLeft, EventStream
-from mamba_align_jax.serve.completions import complete
+from mamba_align_jax.serve.api.cache_view import view_cache
+from mamba_align_jax.serve.api.chat import chat
+from mamba_align_jax.serve.api.completions import complete
+from mamba_align_jax.serve.api.service import Service
+from mamba_align_jax.serve.api.words import detokenize, tokenize
+from mamba_align_jax.serve.limits.clients import ClientLeft, EventStream
 from mamba_align_jax.serve.page import show_page
 from mamba_align_jax.serve.refusals import Refusal, internal_error, json_response
-from mamba_align_jax.serve.service import Service
 from mamba_align_jax.serve.settings import Settings
-from mamba_align_jax.serve.words import detokenize, tokenize
 
 _LOG = logging.getLogger(__name__)
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"

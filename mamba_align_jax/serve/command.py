@@ -14,7 +14,7 @@ from mamba_align_jax._options import add_fields, given_fields
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.text.chat_template import load_chat_template
 from mamba_align_jax.errors import FieldError
-from mamba_align_jax.serve.event_options import add_event_options, event_listener
+from mamba_align_jax.serve.events.options import add_event_options, event_listener
 from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
 
 # What serves many clients best where it is not the engine's own default.

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from mamba_align_jax.serve.connections import GuardedProtocol
+from mamba_align_jax.serve.limits.connections import GuardedProtocol
 from mamba_align_jax.serve.settings import Limits
 
 _LAST_STEP_S = 2  # for the engine to end the calls that have no more time

@@ -25,7 +25,7 @@ from mamba_align_jax.engine.scheduling.scheduler import Scheduler
 from mamba_align_jax.engine.text.grammar_state import GrammarCompiler, GrammarState
 from mamba_align_jax.engine.text.tokenizer import load_tokenizer
 from mamba_align_jax.errors import GrammarError, PanicError
-from mamba_align_jax.serve.generation import _check_end
+from mamba_align_jax.serve.api.generation import _check_end
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Settings
 

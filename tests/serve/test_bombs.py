@@ -9,7 +9,7 @@ from serve.conftest import LIMITS
 
 from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
-from mamba_align_jax.serve.grammars import GrammarCheck
+from mamba_align_jax.serve.limits.grammars import GrammarCheck
 from mamba_align_jax.serve.settings import Settings
 
 pytest.importorskip("llguidance")

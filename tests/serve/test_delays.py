@@ -76,7 +76,7 @@ def test_long_texts_are_read_one_at_a_time_and_short_ones_beside_them(served, mo
             return tokenizer.encode(text, **options)
 
     tokenizer = engine.tokenizer
-    monkeypatch.setattr("mamba_align_jax.serve.service._LONG_TEXT", 100)
+    monkeypatch.setattr("mamba_align_jax.serve.api.service._LONG_TEXT", 100)
     monkeypatch.setattr(engine, "tokenizer", Watched())
 
     def ask():

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.cache.events import CacheCleared, PageRemoved, PageStored, StateRemoved, StateStored
 from mamba_align_jax.routing import CacheMirror, Reach, StateRouter
-from mamba_align_jax.serve import event_reader
-from mamba_align_jax.serve.event_options import add_event_options, event_listener
-from mamba_align_jax.serve.event_publisher import EventPublisher
-from mamba_align_jax.serve.event_reader import EventReader
-from mamba_align_jax.serve.event_stream import decode, encode
+from mamba_align_jax.serve.events import reader as event_reader
+from mamba_align_jax.serve.events.options import add_event_options, event_listener
+from mamba_align_jax.serve.events.publisher import EventPublisher
+from mamba_align_jax.serve.events.reader import EventReader
+from mamba_align_jax.serve.events.stream import decode, encode
 
 ANY_PORT = "tcp://127.0.0.1:*"
 PAGES = [PageStored(11, None, (1, 2), b"tenant"), PageStored(12, 11, (3, 4), b"tenant"), PageStored(22, 21, (5, 6))]
@@ -524,7 +524,7 @@ def test_an_address_that_is_none_is_refused_by_the_name_of_its_option(name, give
 
 
 def test_events_without_their_packages_are_refused_by_the_name_of_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mamba_align_jax.serve.event_publisher", None)
+    monkeypatch.setitem(sys.modules, "mamba_align_jax.serve.events.publisher", None)
     with pytest.raises(ValueError, match="need the extra 'events'"), event_listener(options("--kv-events", ANY_PORT)):
         pass
 

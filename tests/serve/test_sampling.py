@@ -8,7 +8,7 @@ import pytest
 
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
-from mamba_align_jax.serve.offsets import TextOffsets
+from mamba_align_jax.serve.api.offsets import TextOffsets
 
 PROMPT = "def read(self, name):\n    "
 MESSAGES = [{"role": "user", "content": "def read(self):"}]

@@ -7,7 +7,7 @@ import pytest
 
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.errors import FieldError
-from mamba_align_jax.serve.sampling import wrong_value
+from mamba_align_jax.serve.api.sampling import wrong_value
 from mamba_align_jax.serve.settings import Limits, Settings
 
 # For each field, values that it must not take.

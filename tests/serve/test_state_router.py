@@ -17,7 +17,7 @@ from starlette.requests import Request
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.text.chat_template import load_chat_template
-from mamba_align_jax.serve.event_publisher import EventPublisher
+from mamba_align_jax.serve.events.publisher import EventPublisher
 from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.settings import Settings
 

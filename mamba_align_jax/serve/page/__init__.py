@@ -8,7 +8,7 @@ from importlib import resources
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from mamba_align_jax.serve.service import Service
+from mamba_align_jax.serve.api.service import Service
 
 
 async def show_page(service: Service, request: Request) -> Response:

@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.serve.api.messages import take_prompt
+from mamba_align_jax.serve.api.sampling import wrong_value
+from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.keys import cache_salt
-from mamba_align_jax.serve.messages import take_prompt
 from mamba_align_jax.serve.refusals import json_response
-from mamba_align_jax.serve.sampling import wrong_value
-from mamba_align_jax.serve.service import Service
 
 
 async def view_cache(service: Service, request: Request) -> Response:

@@ -4,9 +4,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.serve.messages import take_prompt
+from mamba_align_jax.serve.api.messages import take_prompt
+from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.refusals import json_response
-from mamba_align_jax.serve.service import Service
 
 
 async def tokenize(service: Service, request: Request) -> Response:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.serve.fields import Fields
-from mamba_align_jax.serve.service import Service
+from mamba_align_jax.serve.api.fields import Fields
+from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.settings import Limits
 
 _ROLES = ("system", "developer", "user", "assistant")

@@ -9,7 +9,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.errors import FieldError
-from mamba_align_jax.serve.fields import Fields
+from mamba_align_jax.serve.api.fields import Fields
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Limits, Settings
 

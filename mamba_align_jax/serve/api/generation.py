@@ -11,9 +11,9 @@ from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.running.async_engine import AsyncEngine
 from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate, TokenLogprobs
 from mamba_align_jax.errors import EngineDeadError, GrammarError, QueueFullError
+from mamba_align_jax.serve.api.sampling import wrong_value
 from mamba_align_jax.serve.metrics import Metrics
 from mamba_align_jax.serve.refusals import Refusal
-from mamba_align_jax.serve.sampling import wrong_value
 
 T = TypeVar("T")
 Asked = tuple[Sequence[int], SamplingParams]

@@ -39,7 +39,7 @@ def event_listener(options: argparse.Namespace) -> Iterator[Callable[[tuple[Any,
         yield None
         return
     try:
-        from mamba_align_jax.serve.event_publisher import EventPublisher
+        from mamba_align_jax.serve.events.publisher import EventPublisher
     except ImportError as error:
         raise ValueError(
             f"cache events need the extra 'events' (pip install 'mamba-align-jax[serve,events]'): {error}"

@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate, TokenLogprobs
-from mamba_align_jax.serve.clients import EventStream
-from mamba_align_jax.serve.completions import take_stream
-from mamba_align_jax.serve.generation import Choice
+from mamba_align_jax.serve.api.completions import take_stream
+from mamba_align_jax.serve.api.generation import Choice
+from mamba_align_jax.serve.api.messages import take_prompt
+from mamba_align_jax.serve.api.sampling import make_params, take_grammar, take_sampling
+from mamba_align_jax.serve.api.service import Service, take_seed
 from mamba_align_jax.serve.keys import cache_salt
-from mamba_align_jax.serve.messages import take_prompt
+from mamba_align_jax.serve.limits.clients import EventStream
 from mamba_align_jax.serve.refusals import Refusal
-from mamba_align_jax.serve.sampling import make_params, take_grammar, take_sampling
-from mamba_align_jax.serve.service import Service, take_seed
 
 # Fields of OpenAI's API that would change the answer, with the values that ask for nothing.
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (

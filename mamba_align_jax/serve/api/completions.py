@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate, TokenLogprobs
-from mamba_align_jax.serve.clients import EventStream
-from mamba_align_jax.serve.fields import Fields
-from mamba_align_jax.serve.generation import Choice
+from mamba_align_jax.serve.api.fields import Fields
+from mamba_align_jax.serve.api.generation import Choice
+from mamba_align_jax.serve.api.offsets import TextOffsets
+from mamba_align_jax.serve.api.sampling import make_params, take_sampling
+from mamba_align_jax.serve.api.service import Service, take_seed
 from mamba_align_jax.serve.keys import cache_salt
-from mamba_align_jax.serve.offsets import TextOffsets
+from mamba_align_jax.serve.limits.clients import EventStream
 from mamba_align_jax.serve.refusals import Refusal
-from mamba_align_jax.serve.sampling import make_params, take_sampling
-from mamba_align_jax.serve.service import Service, take_seed
 
 Prompt = str | tuple[int, ...]
 

@@ -8,7 +8,7 @@ import zmq
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.events import CacheCleared, CacheEvent
 from mamba_align_jax.errors import FieldError
-from mamba_align_jax.serve.event_stream import decode
+from mamba_align_jax.serve.events.stream import decode
 
 # A replay socket is asked again if nothing was heard for so long, then for twice as long, up to the second number.
 _PATIENCE_S, _LONGEST_PATIENCE_S = 1.0, 60.0

@@ -1,6 +1,6 @@
 """Where the tokens of an answer begin in its text."""
 
-from mamba_align_jax.serve.service import Service
+from mamba_align_jax.serve.api.service import Service
 
 # What a tokenizer writes for bytes that are not, or not yet, a character.
 _BROKEN = "\ufffd"

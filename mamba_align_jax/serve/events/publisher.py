@@ -17,7 +17,7 @@ import zmq
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.events import CacheCleared, CacheEvent, PageRemoved, PageStored, StateRemoved, StateStored
 from mamba_align_jax.errors import FieldError
-from mamba_align_jax.serve.event_stream import encode
+from mamba_align_jax.serve.events.stream import encode
 
 _LOG = logging.getLogger(__name__)
 _END = (-1).to_bytes(8, "big", signed=True)

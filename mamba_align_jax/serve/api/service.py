@@ -19,13 +19,13 @@ from mamba_align_jax.engine.running.async_engine import AsyncEngine
 from mamba_align_jax.engine.scheduling.request import RequestUpdate
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
 from mamba_align_jax.engine.text.tokenizer import Tokenizer
-from mamba_align_jax.serve.clients import EventStream, too_long, while_connected
-from mamba_align_jax.serve.fields import Fields, read_fields
-from mamba_align_jax.serve.generation import Asked, Choice, run_requests, stopped, usage
-from mamba_align_jax.serve.grammars import GrammarCheck
+from mamba_align_jax.serve.api.fields import Fields, read_fields
+from mamba_align_jax.serve.api.generation import Asked, Choice, run_requests, stopped, usage
 from mamba_align_jax.serve.keys import Keys
+from mamba_align_jax.serve.limits.clients import EventStream, too_long, while_connected
+from mamba_align_jax.serve.limits.grammars import GrammarCheck
+from mamba_align_jax.serve.limits.one_at_a_time import OneAtATime
 from mamba_align_jax.serve.metrics import Metrics
-from mamba_align_jax.serve.one_at_a_time import OneAtATime
 from mamba_align_jax.serve.refusals import Refusal, json_response, overloaded
 from mamba_align_jax.serve.settings import Settings
 
