@@ -14,7 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"mamba-align {__version__}")
         return 0
     try:
-        from mamba_align_jax import cli
+        from mamba_align_jax.cli import commands
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("mamba_align_jax", "pallas_kernels"):
             raise
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return cli.main(arguments)
+    return commands.main(arguments)
 
 
 if __name__ == "__main__":

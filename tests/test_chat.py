@@ -7,8 +7,9 @@ from fakes.spelling_engine import SIZES, SPELLER
 
 pytest.importorskip("jinja2")
 
-from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
-from mamba_align_jax.chat import HELP, Conversation, stream, talk
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.cli import commands as cli
+from mamba_align_jax.cli.chat import HELP, Conversation, stream, talk
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("one_program")

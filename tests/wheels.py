@@ -25,7 +25,7 @@ RESOLVED = ("cuda12", "cuda13")
 IMPORTS = {
     "": "from mamba_align_jax import StatePool, begin_step",
     "models": "from mamba_align_jax import Engine",
-    "cli": "import mamba_align_jax.cli",
+    "cli": "import mamba_align_jax.cli.commands",
     "serve": "from mamba_align_jax.serve.app import create_app",
 }
 

@@ -12,7 +12,7 @@ import pytest
 from fakes.driver import DATA
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.cli import main
+from mamba_align_jax.cli.commands import main
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.text.generated_text import GeneratedText
 from mamba_align_jax.engine.text.tokenizer import load_tokenizer, token_ids

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles.traces import Listener, replay
 
 from mamba_align_jax.cache.state_blocks import StateBlockManager
-from mamba_align_jax.cli import main
+from mamba_align_jax.cli.commands import main
 from mamba_align_jax.engine.running.trace import TracedRow, TracedStep, read_trace, traced_row, write_trace
 
 ROW = TracedRow(

@@ -13,7 +13,7 @@ from fakes.driver import DATA
 from fakes.model_directory import INDEX, WEIGHTS, ModelDirectory
 from safetensors.numpy import load_file, save_file
 
-from mamba_align_jax.cli import main
+from mamba_align_jax.cli.commands import main
 from mamba_align_jax.engine.text.chat_template import load_chat_template
 from mamba_align_jax.engine.text.tokenizer import load_tokenizer
 from mamba_align_jax.models import ARCHITECTURES, load_model, outline_model

@@ -8,7 +8,7 @@ from fakes.driver import DATA
 from fakes.model_directory import ModelDirectory
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.cli import main
+from mamba_align_jax.cli.commands import main
 from mamba_align_jax.models import load_model
 
 GENERATION = "generation_config.json"

@@ -17,7 +17,7 @@ import pytest
 from fakes.speller import Speller
 
 from mamba_align_jax import Engine, SamplingParams
-from mamba_align_jax.cli import main
+from mamba_align_jax.cli.commands import main
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.serve import command

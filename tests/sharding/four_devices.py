@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig, ConvState, GroupSpec, RecurrentState
 from mamba_align_jax.align.pool import StatePool
@@ -26,6 +26,7 @@ from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
+from mamba_align_jax.cli import commands as cli
 from mamba_align_jax.engine.device.identity import weights_digest
 from mamba_align_jax.engine.device.program import run_step
 from mamba_align_jax.kv import KVPages

@@ -18,7 +18,8 @@ from fakes.letters import Letters
 from fakes.raising import Calls
 from fakes.spelling_engine import DRAFTS, FULL, SIZES, SPELLER
 
-from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.cli import commands as cli
 from mamba_align_jax.engine.device.model_worker import ModelWorker
 from mamba_align_jax.engine.device.runner import StepRunner
 from mamba_align_jax.engine.scheduling.buckets import Bucket

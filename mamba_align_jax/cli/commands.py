@@ -43,7 +43,7 @@ def _loading() -> Iterator[Callable[[int, int], None]]:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from mamba_align_jax import demo
+    from mamba_align_jax.cli import demo
     from mamba_align_jax.engine.reference import Reference
     from mamba_align_jax.models import load_model
 
@@ -92,7 +92,7 @@ def _write(text: str) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from mamba_align_jax.chat import stream
+    from mamba_align_jax.cli.chat import stream
     from mamba_align_jax.engine.text.tokenizer import token_ids
 
     engine, params = _load_engine(options), _sampling(options)
@@ -109,7 +109,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from mamba_align_jax.chat import Conversation, talk
+    from mamba_align_jax.cli.chat import Conversation, talk
     from mamba_align_jax.engine.text.chat_template import load_chat_template
 
     template, engine = load_chat_template(options.model), _load_engine(options)
