@@ -64,8 +64,8 @@ class ConvState:
             raise ValueError(
                 f"ConvState: width must be 2 to 5 and channels positive, got {self.width}, {self.channels}"
             )
-        if not isinstance(self.layout, str) or self.layout not in ("SD", "DS"):
-            raise ValueError(f"ConvState: layout must be 'SD' or 'DS', got {self.layout!r}")
+        is_layout = isinstance(self.layout, str) and self.layout in ("SD", "DS")
+        values.require(is_layout, "ConvState: layout", "'SD' or 'DS'", self.layout)
 
     def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
         """Returns the shape of one layer's block, in the order of `layout`."""
@@ -93,9 +93,10 @@ class RecurrentState:
         set_fields(self, shape=values.integers("RecurrentState: shape", self.shape, -values.INT32_MAX))
         itemsize(self.dtype)
         if len(self.shape) < 2 or min(self.shape) < 1:
-            raise ValueError(f"RecurrentState: shape must have two axes or more, all positive, got {self.shape}")
-        if not isinstance(self.layout, str) or self.layout not in ("VK", "KV"):
-            raise ValueError(f"RecurrentState: layout must be 'VK' or 'KV', got {self.layout!r}")
+            wanted = "have two axes or more, all positive"
+            raise FieldError("RecurrentState: shape", wanted, str(self.shape), "must")
+        is_layout = isinstance(self.layout, str) and self.layout in ("VK", "KV")
+        values.require(is_layout, "RecurrentState: layout", "'VK' or 'KV'", self.layout)
 
     def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
         """Returns the shape of one layer's block, in the order of `layout`.
@@ -196,10 +197,10 @@ class AlignConfig:
         for group in self.groups:
             values.require(isinstance(group, GroupSpec), "AlignConfig: groups", "GroupSpec each", group)
         if not self.groups:
-            raise ValueError("AlignConfig: groups must not be empty")
+            raise FieldError("AlignConfig: groups", "not be empty", must="must")
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
-            raise ValueError(f"AlignConfig: groups must have distinct names, got {names}")
+            raise FieldError("AlignConfig: groups", "have distinct names", str(names), "must")
         for name, minimum in (
             ("block_size", 1),
             ("num_speculative_tokens", 0),
@@ -208,18 +209,16 @@ class AlignConfig:
             ("fold_length", 1),
         ):
             set_fields(self, **{name: values.integer(f"AlignConfig: {name}", getattr(self, name), minimum)})
-        if not isinstance(self.mode, str) or self.mode not in ("none", "align", "all"):
-            raise ValueError(f"AlignConfig: mode must be 'none', 'align' or 'all', got {self.mode!r}")
+        is_mode = isinstance(self.mode, str) and self.mode in ("none", "align", "all")
+        values.require(is_mode, "AlignConfig: mode", "'none', 'align' or 'all'", self.mode)
         if self.mode == "none":
             values.integer("AlignConfig: max_model_len", self.max_model_len, 1, values.INT32_MAX - 1)
-        if not isinstance(self.policy, str) or self.policy not in POLICIES:
-            raise ValueError(f"AlignConfig: policy must be one of {sorted(POLICIES)}, got {self.policy!r}")
-        if self.mode != "none" and self.block_size < self.num_speculative_tokens + 1:
-            # Otherwise a decode step could jump over a whole column, and the boundary to save would have no block.
-            raise ValueError(
-                f"AlignConfig: block_size must be at least num_speculative_tokens + 1 = "
-                f"{self.num_speculative_tokens + 1}, got {self.block_size}"
-            )
+        is_policy = isinstance(self.policy, str) and self.policy in POLICIES
+        values.require(is_policy, "AlignConfig: policy", f"one of {sorted(POLICIES)}", self.policy)
+        # A decode step that jumped over a whole column would leave the boundary to save without a block.
+        window = self.num_speculative_tokens + 1
+        fits, wanted = self.block_size >= window, f"at least num_speculative_tokens + 1 = {window}"
+        values.require(self.mode == "none" or fits, "AlignConfig: block_size", wanted, self.block_size)
         if self.is_deferred:
             size = self.mode != "none" and self.block_size
             check_fold_length("AlignConfig: fold_length", self.fold_length, self.num_speculative_tokens, size)

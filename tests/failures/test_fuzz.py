@@ -21,7 +21,7 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
-from mamba_align_jax.errors import UnsupportedError
+from pallas_kernels import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_program")
 ALIGN = dict(groups=(GROUP,), block_size=8, num_speculative_tokens=2, max_num_seqs=2, max_model_len=64, mode="align")

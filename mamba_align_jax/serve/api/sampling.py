@@ -58,9 +58,9 @@ def make_params(found: Mapping[str, Any]) -> SamplingParams:
 
 def wrong_value(error: ValueError) -> Refusal:
     """Returns the refusal for a ValueError of the engine, with the API's name of the field that it is about."""
-    field = error.field if isinstance(error, FieldError) else None
     names = {"prompt_token_ids": "prompt", "grammar": "response_format"}
-    return Refusal(400, str(error), param=names.get(field, field))
+    param = names.get(error.field, error.field) if isinstance(error, FieldError) else None
+    return Refusal(400, str(error), param=param)
 
 
 def _as_it_is(name: str, value: Any) -> Any:
