@@ -188,11 +188,15 @@ def make_settings(options: argparse.Namespace) -> Settings:
         from mamba_align_jax.models.config_files import read_sampling_defaults
 
         defaults = read_sampling_defaults(options.model)
+    try:
+        limits = Limits(**given_fields(options, Limits, "limit_"))
+    except FieldError as error:
+        raise error.renamed(f"limit_{error.field}") from error
     return Settings(
         model_name=options.served_model_name or options.model.resolve().name,
         api_keys=tuple(keys),
         sampling_defaults=defaults,
         min_priority=options.min_priority,
         warmup=options.warmup,
-        limits=Limits(**given_fields(options, Limits, "limit_")),
+        limits=limits,
     )

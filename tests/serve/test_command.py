@@ -125,7 +125,7 @@ def test_sampling_defaults_are_the_models(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--limit-choices", "0"], "choices must be at least 1"),
+        (["--limit-choices", "0"], "mamba-align: limit_choices must be at least 1, got 0"),
         (["--api-key", "a b\n"], "api_keys must be"),
         (["--api-key-file", "/nowhere"], "No such file"),
         (["--api-key-file", "/dev/null"], "api_key_file must have a key"),
