@@ -7,30 +7,12 @@ from typing import Any, ClassVar, Self
 
 from mamba_align_jax.layers.rotation import ROPE_TYPES, attention_factor
 from mamba_align_jax.models.config_files import end_tokens
-from mamba_align_jax.models.fields import (
-    SCALING_TYPES,
-    check_choices,
-    check_field,
-    check_given,
-    check_groups,
-    check_multiples,
-    check_sizes,
-    refuse_step_limits,
-)
+from mamba_align_jax.models.field_rules import check_together
+from mamba_align_jax.models.fields import SCALING_TYPES, check_field, check_given, refuse_step_limits
 from mamba_align_jax.models.fields import agree as agree
 from mamba_align_jax.models.fields import require as require
 from mamba_align_jax.models.fields import wrong as wrong
 
-# Pairs of fields: the second is a multiple of the first.
-_MULTIPLES = (
-    ("num_key_value_heads", "num_attention_heads"),
-    ("linear_num_key_heads", "linear_num_value_heads"),
-    ("mamba_n_groups", "mamba_n_heads"),
-    ("n_groups", "mamba_num_heads"),
-    ("n_groups", "num_heads"),
-    ("n_group", "n_routed_experts"),
-    ("num_expert_group", "num_experts"),
-)
 # The fields that a stretched rotation must have, by its kind.
 _WANTED = {
     "linear": ("factor",),
@@ -38,26 +20,6 @@ _WANTED = {
     "longrope": ("short_factor",),
     "yarn": ("factor",),
 }
-# Pairs of fields: how many are chosen, and from how many.
-_CHOICES = (
-    ("num_experts_per_tok", "num_experts"),
-    ("num_experts_per_tok", "num_local_experts"),
-    ("num_experts_per_tok", "n_routed_experts"),
-    ("num_experts_per_token", "num_experts"),
-    ("topk_group", "n_group"),
-    ("topk_group", "num_expert_group"),
-)
-# Triples of fields: the number of experts, that of their groups, and how many experts a token has, of `topk_group` groups.
-_GROUPS = (
-    ("n_routed_experts", "n_group", "num_experts_per_tok"),
-    ("num_experts", "num_expert_group", "num_experts_per_token"),
-)
-# Pairs of fields: a size, and the number of what has it.
-_SIZES = tuple(
-    (size, number)
-    for size in ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
-    for number in ("num_experts", "n_routed_experts")
-)
 
 
 def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any) -> dict[str, Any]:
@@ -185,10 +147,7 @@ class ModelConfig:
         """Checks every field and how they fit together. A ValueError names the field."""
         for field in fields(self):
             check_field(field.name, getattr(self, field.name), field.type, may_be_zero=field.default == 0)
-        check_multiples(self, _MULTIPLES)
-        check_choices(self, _CHOICES)
-        check_groups(self, _GROUPS)
-        check_sizes(self, _SIZES)
+        check_together(self)
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:

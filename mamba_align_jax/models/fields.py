@@ -5,7 +5,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -306,77 +306,3 @@ def _short(value: Any) -> str:
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def check_multiples(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
-    """Checks that fields are multiples of others.
-
-    Args:
-        config: An architecture's configuration.
-        pairs: Names of fields: the second of each pair must be a multiple of the first. Pairs of which the
-            configuration lacks a field are left out.
-
-    Raises:
-        ValueError: a field is no multiple. Both are named.
-    """
-    for divisor, name in pairs:
-        by, value = getattr(config, divisor, None), getattr(config, name, None)
-        if by and value is not None and value % by:
-            raise wrong(name, f"a multiple of {divisor} = {by}", value)
-
-
-def check_groups(config: Any, triples: Iterable[tuple[str, str, str]]) -> None:
-    """Checks that experts can be chosen from groups.
-
-    Args:
-        config: An architecture's configuration, with a field `topk_group` if it has groups.
-        triples: Names of fields: the number of experts, that of their groups, and how many experts a token has. Triples of
-            which the configuration lacks a field are left out.
-
-    Raises:
-        ValueError: a group has a single expert, or `topk_group` groups have fewer experts than a token. It is named.
-    """
-    for experts, groups, chosen in triples:
-        number, count = getattr(config, experts, None), getattr(config, groups, None)
-        if not number or count is None or count == 1:
-            continue
-        size = number // count
-        if size < 2:
-            raise wrong(groups, f"cut {number} experts into groups of two or more", count, must="must")
-        most, each = size * config.topk_group, getattr(config, chosen)
-        if each > most:
-            raise wrong(chosen, f"at most {most}, those of topk_group groups", each)
-
-
-def check_choices(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
-    """Checks that no more is chosen than there is, and something if there is anything.
-
-    Args:
-        config: An architecture's configuration.
-        pairs: Names of fields: how many are chosen, and from how many. Pairs of which the configuration lacks a field
-            are left out.
-
-    Raises:
-        ValueError: a number is out of range. Both fields are named.
-    """
-    for name, total in pairs:
-        chosen, number = getattr(config, name, None), getattr(config, total, None)
-        if number and chosen is not None and not 1 <= chosen <= number:
-            raise wrong(name, f"from 1 to {total} = {number}", chosen)
-
-
-def check_sizes(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
-    """Checks that what there is has a size.
-
-    Args:
-        config: An architecture's configuration.
-        pairs: Names of fields: a size, and the number of what has it. Pairs of which the configuration lacks a field
-            are left out.
-
-    Raises:
-        ValueError: the size is 0 and the number is not. Both fields are named.
-    """
-    for name, number in pairs:
-        size, count = getattr(config, name, None), getattr(config, number, None)
-        if count and size == 0:
-            raise wrong(name, f"at least 1 for {number} = {count}", 0)
