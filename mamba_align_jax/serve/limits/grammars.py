@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.text.worker import Worker
+from mamba_align_jax.errors import FieldError
 
 _SCRIPT = Path(__file__).with_name("_grammar_worker.py")
 
@@ -28,12 +29,13 @@ class GrammarCheck:
         """Compiles a grammar of the kind "json_schema".
 
         Raises:
-            ValueError: The grammar is wrong, or takes too long or too much memory.
+            FieldError: The grammar is wrong, or takes too long or too much memory.
         """
         if self._worker is None or not self._worker.is_alive:
             self._worker = Worker(_SCRIPT, str(self._time_limit))
         answer = self._worker.ask(json.dumps(grammar.text))
         if answer is None:
-            raise ValueError(f"response_format must compile within {self._time_limit:g} s and the limits of memory")
+            wanted = f"compile within {self._time_limit:g} s and the limits of memory"
+            raise FieldError("response_format", wanted, must="must")
         if answer["error"]:
-            raise ValueError(f"response_format must be a schema that llguidance takes, got {answer['error']}")
+            raise FieldError("response_format", "a schema that llguidance takes", answer["error"])
