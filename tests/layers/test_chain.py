@@ -24,6 +24,7 @@ from mamba_align_jax.layers.norm import GatedRMSNorm, RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.sharding import AXIS
+from pallas_kernels import BoundaryWindow
 from pallas_kernels.product_chain import MOST_TOKENS, Convolution, Experts, GatedNorm, Norm, Product
 
 HIDDEN = 32
@@ -213,10 +214,8 @@ def test_only_rows_of_one_token_are_convolved_in_a_chain(launches, mixer, option
 def test_rows_that_keep_windows_of_boundaries_are_not_convolved_in_a_chain():
     at, _ = first_token(MIXERS["gated delta net"](nnx.Rngs(0)), policy="deferred", fold_length=8)
     assert at.single_token_rows is not None
-    fold = dataclasses.replace(
-        at.rows.decode.fold, boundary_row=jnp.zeros(1, jnp.int32), boundary_block=jnp.ones((1, 1), jnp.int32)
-    )
-    rows = dataclasses.replace(at.rows, decode=dataclasses.replace(at.rows.decode, fold=fold))
+    boundary = BoundaryWindow(row=jnp.zeros(1, jnp.int32), block=jnp.ones((1, 1), jnp.int32))
+    rows = dataclasses.replace(at.rows, decode=dataclasses.replace(at.rows.decode, boundary=boundary))
     assert dataclasses.replace(at, rows=rows).single_token_rows is None
 
 
