@@ -1,4 +1,4 @@
-"""The dims of a head in Triton kernels, whose tiles have powers of two of them, and their gates."""
+"""Tiles of a head's dims in Triton kernels, whose extents are powers of two, and the gates of attended values."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -10,14 +10,14 @@ from pallas_kernels import _pallas_triton as pt
 
 
 class Dims(NamedTuple):
-    """Some dims of a head: their indices [size], and which of them exist; None if all do."""
+    """A tile of a head's dims: their indices [size], and the mask of those that exist; None if all do."""
 
     index: jax.Array
     exists: jax.Array | None
 
 
 def dims_of(begin: int, end: int) -> Iterator[Dims]:
-    """Cuts dims begin .. end - 1 into parts of a power of two and at least 16, the largest first."""
+    """Cut dims begin .. end - 1 into tiles of a power of two and at least 16 dims, the largest first."""
     while begin < end:
         size = max(16, 1 << ((end - begin).bit_length() - 1))
         index, _ = pt.lanes(0, size, size)
@@ -27,7 +27,7 @@ def dims_of(begin: int, end: int) -> Iterator[Dims]:
 
 
 def mask_of(rows: jax.Array, dims: Dims) -> jax.Array:
-    """Returns the mask of a tile [rows, dims]."""
+    """Return the mask of a tile [rows, dims]."""
     exists = jnp.ones(dims.index.shape, bool) if dims.exists is None else dims.exists
     return rows[:, None] & exists[None, :]
 
@@ -35,16 +35,16 @@ def mask_of(rows: jax.Array, dims: Dims) -> jax.Array:
 def gated(
     gates: Any, x: jax.Array, token: jax.Array, head: jax.Array, dims: Dims, mask: jax.Array, value_dim: int
 ) -> jax.Array:
-    """Multiplies results by the sigmoids of their gates, if there are any.
+    """Multiply attended values by the sigmoids of their gates, if there are any.
 
     Args:
-        gates: The gates [tokens, heads, gate_dim], of which a head's last ones are read; None if there are none.
-        x: Results of pairs of a token and a head [pairs, dims].
-        token: The tokens [pairs].
-        head: The heads [pairs].
-        dims: The dims.
-        mask: Which results exist [pairs, dims].
-        value_dim: The dims of a head.
+        gates: The gates [tokens, heads, gate_dim], of which a head's last `value_dim` are read; None without gates.
+        x: Attended values of pairs of a token and a head [pairs, dims].
+        token: Index of each pair's token [pairs].
+        head: Index of each pair's head [pairs].
+        dims: The tile of dims.
+        mask: False for elements of `x` that do not exist [pairs, dims].
+        value_dim: The number of dims of a value.
     """
     if gates is None:
         return x

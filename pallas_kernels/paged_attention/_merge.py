@@ -1,4 +1,4 @@
-"""The launch after the one that attends: it merges the shares of each token and writes zeros for padding tokens."""
+"""The launch that merges the partial results of each token's shards, and writes zeros for padding tokens."""
 
 import functools
 from typing import NamedTuple
@@ -8,18 +8,18 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels.paged_attention._dims import Dims, gated, mask_of
-from pallas_kernels.paged_attention._shares import ceil
+from pallas_kernels.paged_attention._shards import ceil
 from pallas_kernels.paged_attention._tiles import keys_of_tokens
 from pallas_kernels.rows import TokenRows
 
 
 class Sums(NamedTuple):
-    """The sums of some tokens over some of their keys.
+    """The partial sums of the softmax of some tokens over some of their keys.
 
     Attributes:
-        top: The largest scores times log2(e). [..]
-        total: The sums of the weights, which are 2 ** (score * log2(e) - top). [..]
-        values: The sums of the weighted values, some dims each. [.., dims]
+        top: The running maximum of the scores times log2(e). [..]
+        total: The sum of the probabilities before normalisation, p = 2 ** (score * log2(e) - top). [..]
+        values: The sum of p times value, in one array for each tile of dims. [.., dims]
     """
 
     top: jax.Array
@@ -28,24 +28,24 @@ class Sums(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """What a program of the kernel reads of a share or a group: so many elements in all, of so many dims of a head.
+    """The tile of a shard or a group that a program reads: its elements in all, and its dims of a head.
 
-    Neither may follow the number of tokens, because the order of sums depends on them.
+    Neither size may depend on the number of tokens, because the order of sums depends on both.
     """
 
     elements: int
     dims: int
 
 
-# Decode and verify rows have many shares and few tokens, so many programs must wait for memory at the same time.
+# Decode and verify rows have many shards and few tokens, so many programs must wait for memory at the same time.
 _WITH_GROUPS, _WITHOUT_GROUPS = _Tile(1024, 128), _Tile(8192, 256)
 LOW = -1e30  # below every score, and finite: a block that a token does not see leaves its sums as they are
 
 
 def joined(first: Sums, second: Sums, interpret: bool) -> Sums:
-    """Joins the sums over two shares. The result has the same bits in every compiled kernel."""
+    """Join the partial sums over two shards. The result has the same bits in every compiled kernel."""
     top = jnp.maximum(first.top, second.top)
-    factors = [pt.exp2(share.top - top, interpret) for share in (first, second)]
+    factors = [pt.exp2(shard.top - top, interpret) for shard in (first, second)]
 
     def add(x, y):
         products = [pt.product(*each, interpret) for each in zip((x, y), factors, strict=True)]
@@ -60,14 +60,14 @@ def _kernel(
     refs,
     *,
     split: int,
-    shares: int,
+    shards: int,
     groups: tuple[int, ...],
     units: tuple[int, ...],
     tokens_and_heads: int,
     dims_of_program: int,
     interpret: bool,
 ):
-    """Merges the shares of some pairs of a token and a head, in some of their dims. See `merge`."""
+    """Merge the shards of some pairs of a token and a head, in a tile of dims. See `merge`."""
     _, _, heads, value_dim = refs.sums.shape
     index, exists = pt.lanes(pt.program_id(0), tokens_and_heads, refs.num_keys.shape[0] * heads)
     dim, dim_exists = pt.lanes(pt.program_id(1), dims_of_program, value_dim)
@@ -75,38 +75,38 @@ def _kernel(
     token = jax.lax.div(index, jnp.int32(heads))
     head = index - token * heads
     num_keys = pt.load(refs.num_keys.at[token], mask=exists, other=1)
-    used = jnp.where(num_keys > split, jnp.minimum(ceil(num_keys, split), shares), 0)
+    used = jnp.where(num_keys > split, jnp.minimum(ceil(num_keys, split), shards), 0)
     written = exists & ((num_keys > split) | (num_keys == 0))
 
     @pt.when(jnp.max(written.astype(jnp.int32)) > 0)
     def _():
-        place = token if refs.place is None else pt.load(refs.place.at[token], mask=exists, other=0)
+        entry = token if refs.entry is None else pt.load(refs.entry.at[token], mask=exists, other=0)
 
         largest = max((1, *groups))
-        count = shares // largest
-        number, _ = pt.lanes(0, pt.power_of_two(count), count)
+        count = shards // largest
+        group, _ = pt.lanes(0, pt.power_of_two(count), count)
 
-        def sums_of(share):
-            live, slot = share[:, None] < used[None, :], share // units[0]
-            pair = slot[:, None], head[None, :], place[None, :]
+        def sums_of(shard):
+            live, slot = shard[:, None] < used[None, :], shard // units[0]
+            pair = slot[:, None], head[None, :], entry[None, :]
             stat = lambda ref, other: pt.load(ref.at[pair], mask=live, other=other)
-            at = slot[:, None, None], place[None, :, None], head[None, :, None], dims.index[None, None, :]
+            at = slot[:, None, None], entry[None, :, None], head[None, :, None], dims.index[None, None, :]
             mask = jnp.broadcast_to(live[:, :, None], (*live.shape, dims.index.shape[0]))
             mask = mask if dims.exists is None else mask & dims.exists[None, None, :]
             values = pt.load(refs.sums.at[at], mask=mask, other=0.0)
             return Sums(stat(refs.tops, LOW), stat(refs.totals, 0.0), [values])
 
         def finish(unit):
-            """Joins all shares, of which every `unit`-th one is stored, and stores the results."""
+            """Join all shards, of which every `unit`-th one is stored, and store the results."""
 
             def total_of(first, size):
                 if size == unit:
                     return sums_of(first)
-                part = max(each for each in (1, *groups) if unit <= each < size)
-                parts = [total_of(first + n, part) for n in range(0, size, part)]
-                return functools.reduce(functools.partial(joined, interpret=interpret), parts)
+                smaller = max(each for each in (1, *groups) if unit <= each < size)
+                partial_sums = [total_of(first + n, smaller) for n in range(0, size, smaller)]
+                return functools.reduce(functools.partial(joined, interpret=interpret), partial_sums)
 
-            each = total_of(largest * number, largest)
+            each = total_of(largest * group, largest)
             factors = pt.exp2(each.top - jnp.max(each.top, axis=0)[None, :], interpret)
             total = jnp.sum(pt.product(each.total, factors, interpret), axis=0)
             total = jnp.where(total > 0, total, 1.0)
@@ -129,44 +129,43 @@ def merge(
     gates: jax.Array | None,
     *,
     split: int,
-    shares: int,
-    place: jax.Array | None = None,
+    shards: int,
+    entry: jax.Array | None = None,
     groups: tuple[int, ...] = (),
     units: tuple[int, ...] = (1,),
     unit: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
-    """Launches the kernel. Returns the attended values [tokens, heads, value_dim].
+    """Launch the kernel. Returns the attended values [tokens, heads, value_dim].
 
     Args:
-        attended: `out`, the results of tokens whose keys are one split [tokens, heads, value_dim], and of the others and
-            their shares `sums`, the weighted values [slots, places, heads, value_dim], `tops`, the largest scores times
-            log2(e) [slots, heads, places], and `totals`, the sums of the weights, of the same shape. Each slot is for as
-            many neighbouring shares as the least of `units` has.
-        rows: The place of each token in its row.
+        attended: `out`, the results of tokens whose keys are one split [tokens, heads, value_dim], and for the other tokens
+            the `Sums` of their shards: `sums`, the `Sums.values` [slots, entries, heads, value_dim], and `tops` and
+            `totals` [slots, heads, entries]. A slot has the sums of as many neighbouring shards as the smallest of `units`.
+        rows: The row of each token, and its offset in the row.
         num_computed_tokens: Position of each row's first token. int32 [rows].
         gates: The gates of the results, or None.
         split: The number of positions of a split.
-        shares: The number of shares of a row.
-        place: The place of each token in `sums`, `tops` and `totals`; None if it is the token itself. int32 [tokens].
-        groups: The numbers of neighbouring shares that are `joined` first, and so on: see `Config`.
-        units: How many shares may be joined already, and stored as the first one of them.
-        unit: Which of `units` it is; None if there is one. int32 [].
+        shards: The number of shards of a row.
+        entry: The index of each token along the axis `entries`; None if it is the token's own index. int32 [tokens].
+        groups: The sizes of groups of neighbouring shards, in the order in which they are `joined`: see `Config`.
+        units: The possible numbers of neighbouring shards that are joined already, and stored as the first of them.
+        unit: The one of `units` that was chosen on the device; None if `units` has one element. int32 [].
         interpret: Whether to run the kernel's body as plain JAX.
     """
     _, _, heads, value_dim = attended["sums"].shape
     num_tokens = rows.row.shape[0]
     of_program = _WITH_GROUPS if groups else _WITHOUT_GROUPS
     dims_of_program = min(of_program.dims, max(16, pt.power_of_two(value_dim)))
-    largest_groups = pt.power_of_two(shares // max((1, *groups)))
+    largest_groups = pt.power_of_two(shards // max((1, *groups)))
     tokens_and_heads = max(1, of_program.elements // (largest_groups * dims_of_program))
     inputs = {name: attended[name] for name in ("sums", "tops", "totals")}
-    inputs |= dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates, place=place, unit=unit)
+    inputs |= dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates, entry=entry, unit=unit)
     merged = pt.call(
         functools.partial(
             _kernel,
             split=split,
-            shares=shares,
+            shards=shards,
             groups=groups,
             units=units,
             tokens_and_heads=tokens_and_heads,

@@ -1,4 +1,4 @@
-"""Cuts packed rows into tiles of neighbouring tokens."""
+"""Tiles of neighbouring tokens of packed rows."""
 
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ def tiles(
     max_query_tokens: int | None,
     slots: jax.Array | None = None,
 ) -> Tiles:
-    """Cuts each row into tiles of `tile_tokens` tokens, from its first token on; a row's last tile may be shorter.
+    """Cut each row into tiles of `tile_tokens` tokens, from its first token on; a row's last tile may be shorter.
 
     Args:
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. int32 [rows + 1].
@@ -56,7 +56,7 @@ def tiles(
         count = -(-row_length // tile_tokens)
         end = jnp.cumsum(count, dtype=jnp.int32)
         row = jnp.searchsorted(end, tile, side="right", method="compare_all").astype(jnp.int32)
-        # A tile after the last row's last one gets an offset after that row's end.
+        # A tile after the last row's last tile gets an offset after that row's end.
         row = jnp.minimum(row, num_rows - 1)
         offset = (tile - (end - count)[row]) * tile_tokens
     length = jnp.clip(row_length[row] - offset, 0, tile_tokens)
@@ -65,12 +65,12 @@ def tiles(
     return Tiles(table, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset, row_end)
 
 
-def places_of_tokens(
+def padded_indices(
     rows: TokenRows, query_start_loc: jax.Array, tile_tokens: int, max_query_tokens: int | None
 ) -> jax.Array:
-    """Returns the place of each packed token among those of all `tiles`, which have `tile_tokens` places each.
+    """Return the index of each packed token in a layout of all `tiles` that pads each of them to `tile_tokens` tokens.
 
-    int32 [tokens]. The arguments are those of `tiles`.
+    int32 [tokens]. The arguments are the same as of `tiles`.
     """
     if max_query_tokens is not None:
         first_tile = rows.row * -(-max_query_tokens // tile_tokens)
@@ -81,5 +81,5 @@ def places_of_tokens(
 
 
 def keys_of_tokens(rows: TokenRows, num_computed_tokens: jax.Array) -> jax.Array:
-    """Counts the keys that each packed token attends to, 0 for padding tokens. int32 [tokens]."""
+    """Count the keys that each packed token attends to, 0 for padding tokens. int32 [tokens]."""
     return jnp.where(rows.valid, num_computed_tokens[rows.row] + rows.offset + 1, 0)

@@ -1,6 +1,6 @@
 """The public function of paged_attention: its contract, checks and dispatch.
 
-Token i of row r is at position P = num_computed_tokens[r] + i of its sequence. Position p of row r is place p % page_size of
+Token i of row r is at position P = num_computed_tokens[r] + i of its sequence. Position p of row r is entry p % page_size of
 page page_table[r, p // page_size], or of page page_table[slots[r], p // page_size] if `slots` is given. For one query head q
 with its key head's keys k and values v:
 
@@ -40,7 +40,7 @@ def paged_attention(
     scale: float | None = None,
     run: Run = Run(),
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attends every token to its row's keys up to its own position.
+    """Attend every token to its row's keys up to its own position.
 
     The equation is at the top of this file. The keys and values of the rows' own tokens must be in the pages already. What
     the pages hold after a row's end, NaN included, never reaches a result. Entries of `page_table` after a row's end are not
@@ -48,12 +48,12 @@ def paged_attention(
 
     A token's result does not depend on other rows, to the bit, nor on later tokens of its row, as long as those are finite.
     With `rows.max_query_tokens`, it has the same bits whether the token came as a decode row or in a verify row. Without,
-    it has the same bits however the row's tokens were cut into calls. The two kinds of calls agree up to rounding ("xla":
+    it has the same bits however the row's tokens were cut into calls. Calls of the two kinds agree up to rounding ("xla":
     to the bit).
 
-    Numerics: scores, softmax, sums and gates are float32, and the result is rounded once. Weights are rounded to q's dtype
-    before they are multiplied with values. float32 products are three products of tf32 in "triton" and Precision.HIGHEST in
-    "xla". There is no derivative.
+    Numerics: scores, softmax, sums and gates are float32, and the result is rounded once. Softmax probabilities are rounded
+    to q's dtype before they are multiplied with values. float32 products are three products of tf32 in "triton" and
+    Precision.HIGHEST in "xla". There is no derivative.
 
     Args:
         q: Queries of all rows, packed.
@@ -64,10 +64,10 @@ def paged_attention(
             are read. `max_query_tokens` is a bound on the number of tokens of each decode or verify row; None stands for
             prompts, whose rows may have any length.
         page_table: The pages of each row, in the order of their positions; with `slots`, the pages of each slot.
-        slots: The row of `page_table` that each row's pages are in. A row without tokens may have any slot. None if
+        slots: The row of `page_table` that lists each row's pages. A row without tokens may have any slot. None if
             `page_table` has a row for each row.
-        gates: Gates of the attended values. A head's last dims, as many as a value has, are its gate. What precedes them,
-            such as a query, is not read, and neither is what follows the last head. None multiplies nothing.
+        gates: Gates of the attended values: each head's last dims, as many as a value has. Dims before them, such as a
+            query's, are not read, and neither are heads after q's. None multiplies nothing.
         value_dim: The dims of a value, if and only if `values` is None.
         scale: Positive factor of the scores; key_dim ** -0.5 if None.
         run: How it runs: by "xla", "triton" or "mosaic_gpu", with a `Config` for the Triton kernels. Mosaic GPU is for
@@ -81,7 +81,7 @@ def paged_attention(
         UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments, because a head is so
             wide that a tile of keys does not fit into a GPU's shared memory. If it is "mosaic_gpu", because the rows are not
             prompts, attention is latent, q, keys, values and gates are not all bfloat16 or all float16, keys and values
-            have other than 64, 128, 192 or 256 dims each, what precedes a gate is no multiple of 64 dims, the pages have
+            have other than 64, 128, 192 or 256 dims each, the dims before a gate are no multiple of 64, the pages have
             a size that blocks of 64 or 128 keys do not fit, `run` has a configuration or interprets, or JAX is older than
             0.11.2.
     """
@@ -142,7 +142,7 @@ def _attend(operands, value_dim, scale, run, unsupported):
 
 
 def _mosaic_gpu(operands, scale, run):
-    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(run):
         return reason
     from pallas_kernels.paged_attention import sm90

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """One call over one layer's dims. Row r has `lengths[r]` tokens after `computed[r]`.
+    """One call for one layer. Row r has `lengths[r]` tokens after `computed[r]`.
 
     `value_dim` makes it latent attention. `window` bounds the rows of decode and verify calls; prompts have None. The page
     table is wide enough for `max_model_len` tokens.
@@ -35,7 +35,7 @@ def _decode(name: str, rows: int, keys: int, window: int = 1, **dims: Any) -> Ca
 
 
 def _ragged(rows: int) -> tuple[int, ...]:
-    """Contexts of which a few are long."""
+    """Return the context lengths of `rows` rows, of which a few are long."""
     return tuple(32767 if r % 16 == 5 else 256 + (977 * r) % 4096 for r in range(rows))
 
 

@@ -5,35 +5,36 @@ from dataclasses import dataclass
 
 from pallas_kernels import device
 from pallas_kernels._check import check_config, require
-from pallas_kernels.paged_attention._shares import PROMPT_SHARES
+from pallas_kernels.paged_attention._shards import PROMPT_SHARDS
 
 
 @dataclass(frozen=True)
 class Config:
     """How the kernels cut queries and keys. Sizes are powers of two.
 
-    The keys of a row are cut into splits, which are dealt out to shares (`Shares`). A program attends a tile of queries to
-    one share after another, and a second kernel merges the shares of each token: it joins neighbouring shares to groups,
-    those to larger groups, and all of the largest. In decode and verify rows, a program that attends a whole group can join
-    it. Every field but the last three can change bits, so only these follow the number of rows and their lengths.
+    The keys of a row are cut into splits, which shards take round-robin (`Shards`). A program attends a tile of queries to
+    one shard after another, and a second kernel merges the shards of each token: it joins neighbouring shards to groups,
+    these to larger groups, and adds up the largest groups. In decode and verify rows, a program that attends a whole group
+    can join it. Every field but the last three can change bits, so only these follow the number of rows and their lengths.
 
     Attributes:
         queries: The most queries of a tile, which are tokens times heads. At least 16.
         block: The number of keys that are multiplied at a time. At least 16; divides `split`.
         split: The number of positions of a split.
-        shares: The number of shares of a row.
-        groups: The numbers of neighbouring shares that groups have, in increasing order.
+        shares: The number of shards of a row.
+        groups: The sizes of groups of neighbouring shards, in increasing order.
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over blocks.
-        programs: The number of programs that attend the shares of a tile, at most `shares`. None is `default_programs`.
-        unit: The number of neighbouring shares that a program attends, joins and stores as one: 1 or one of `groups`.
-            Programs of prompts attend single shares. None decides by the rows' lengths, on the device (`best_unit`), among
+        programs: The number of programs that attend the shards of a tile, at most `shares`. None is `default_programs`.
+        unit: The number of neighbouring shards that a program attends, joins and stores as one: 1 or one of `groups`.
+            Programs of prompts attend single shards. None decides by the rows' lengths, on the device (`best_unit`), among
             `possible_units`; it is 1 in latent attention and in interpret mode, where two programs that join differ by
             rounding.
 
     Raises:
         ValueError: if `queries`, `block`, `split`, `shares` or one of `groups` is no power of two, if `block` does not
-            divide `split`, if `groups` do not grow from 2 to at most `shares`, or if `unit` is none of them.
+            divide `split`, if `groups` do not grow from 2 to at most `shares`, or if `unit` is neither None nor
+            1 nor one of `groups`.
     """
 
     queries: int
@@ -67,20 +68,20 @@ class Config:
 
 
 def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool) -> Config:
-    """The configuration for decode and verify rows or for prompts.
+    """Return the configuration for decode and verify rows or for prompts.
 
-    For bfloat16 heads of 256 and latents of 576, it has the best settings of a prototype on an H200 (JAX 0.11.2). The rest
-    is by reasoning and from compiled code: what fits into shared memory and registers. GPUs with little shared memory have
+    For bfloat16 heads of 256 and latents of 576, it has the best settings of a prototype on an H200 (JAX 0.11.2). Other
+    settings were derived from compiled code: they fit into shared memory and registers. GPUs with little shared memory have
     smaller tiles, and so other bits.
 
     Args:
-        dims: Dims of a key and a value together; those of a key alone in latent attention.
+        dims: Dims of a key and a value together; dims of a key alone in latent attention.
         itemsize: Bytes of an element.
         is_prompt: Whether rows have any number of tokens.
         is_latent: Whether values are the first dims of the keys.
     """
     row_bytes = dims * itemsize
-    split, shares = (PROMPT_SHARES.split, PROMPT_SHARES.shares) if is_prompt else (512, 32) if is_latent else (128, 128)
+    split, shards = (PROMPT_SHARDS.split, PROMPT_SHARDS.count) if is_prompt else (512, 32) if is_latent else (128, 128)
     groups = () if is_prompt else (2,) if is_latent else (4, 8)
     num_warps = 8 if is_prompt or is_latent else 4
     if itemsize == 4:
@@ -95,38 +96,38 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
             queries = 16
         elif itemsize == 2 and row_bytes > 512 and is_prompt:
             queries, block = queries // 2, 32
-    return Config(queries, block, split, shares, groups, num_warps, num_stages)
+    return Config(queries, block, split, shards, groups, num_warps, num_stages)
 
 
 def default_stages(config: Config, num_tiles: int) -> int:
-    """The pipelining depth for `num_tiles` tiles, at most the configuration's.
+    """Return the pipelining depth for `num_tiles` tiles, at most the configuration's.
 
-    The programs of a few tiles need depth to keep the memory busy. With many tiles, the programs that share a core do so,
-    and less depth lets more of them share it: from 64 tiles on, two stages were up to 6 % faster than three on an H200.
+    The programs of a few tiles need depth to keep the memory busy. With many tiles, the programs of an SM do so together,
+    and less depth lets more of them fit on it: from 64 tiles on, two stages were up to 6 % faster than three on an H200.
     """
     return min(config.num_stages, 2) if num_tiles >= 64 else config.num_stages
 
 
-def possible_units(groups: tuple[int, ...], numbers_per_thread: int, num_tiles: int) -> tuple[int, ...]:
-    """Returns how many shares a unit of decode and verify rows may have.
+def possible_units(groups: tuple[int, ...], sums_per_thread: int, num_tiles: int) -> tuple[int, ...]:
+    """Return the possible numbers of shards of a unit of decode and verify rows.
 
-    Where there are few tiles, their keys must be cut as finely as possible to fill all cores. With more tiles, single shares
+    Where there are few tiles, their keys must be cut as finely as possible to fill all SMs. With more tiles, single shards
     would only take time and memory. A program that joins holds another set of sums for each size of groups, so these must
     be few.
 
     Args:
         groups: See `Config`.
-        numbers_per_thread: The number of sums that a thread has for one share.
+        sums_per_thread: The number of sums that a thread has for one shard.
         num_tiles: The number of tiles.
     """
-    fitting = groups[: max(0, 128 // numbers_per_thread - 1)]
+    fitting = groups[: max(0, 128 // sums_per_thread - 1)]
     return (1, *fitting[:1]) if num_tiles < 12 or not fitting else fitting
 
 
 def default_programs(units: int, num_tiles: int, *, is_prompt: bool) -> int:
-    """Returns how many programs attend the units of each of `num_tiles` tiles. No tile has more programs than units.
+    """Return the number of programs that attend the units of each of `num_tiles` tiles, at most the number of units.
 
-    They are enough to fill an H200's 132 cores. More would take time even where a row is too short to give them work. A tile
+    They are enough to fill an H200's 132 SMs. More would take time even where a row is too short to give them work. A tile
     of decode and verify rows has at least 16, so that a launch does not wait for the single long row of many.
     """
     programs, wanted, least = 1, 264 if is_prompt else 528, 1 if is_prompt else 16

@@ -1,4 +1,4 @@
-"""paged_attention as Pallas kernels: one attends tiles of queries to shares of their rows' keys, one merges the shares."""
+"""paged_attention as Pallas kernels: one attends tiles of queries to shards of their rows' keys, one merges the shards."""
 
 import functools
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from pallas_kernels._dot import dot
 from pallas_kernels.dispatch import Run
 from pallas_kernels.paged_attention._dims import dims_of, gated, mask_of
 from pallas_kernels.paged_attention._merge import LOW, Sums, joined, merge
-from pallas_kernels.paged_attention._shares import Shares, best_unit, ceil
+from pallas_kernels.paged_attention._shards import Shards, best_unit, ceil
 from pallas_kernels.paged_attention._tiles import tiles
 from pallas_kernels.paged_attention.config import (
     Config,
@@ -25,7 +25,7 @@ from pallas_kernels.rows import Rows, token_rows
 
 
 class _Tile(NamedTuple):
-    """The shape of a tile: `heads` of the `group` heads that share keys, and up to `tokens` tokens, in `queries` rows."""
+    """A tile's shape: `heads` of the `group` query heads of a key head, and up to `tokens` tokens, in `queries` rows."""
 
     group: int
     heads: int
@@ -34,7 +34,7 @@ class _Tile(NamedTuple):
 
     @property
     def per_group(self) -> int:
-        """The number of tiles that a group's heads take."""
+        """The number of tiles into which the heads of a group are cut."""
         return -(-self.group // self.heads)
 
 
@@ -53,7 +53,7 @@ def _default_config(q, max_query_tokens: int | None, value_dim: int, is_latent: 
 def unsupported(
     q, keys, *, is_latent: bool, max_query_tokens: int | None, value_dim: int, config: Config | None
 ) -> str | None:
-    """Returns why the kernels cannot run these arguments, or None if they can."""
+    """Return why the kernels cannot run these arguments, or None if they can."""
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"q must be float32, bfloat16 or float16, got {q.dtype}"
     config = config or _default_config(q, max_query_tokens, value_dim, is_latent)
@@ -66,23 +66,23 @@ def unsupported(
 
 
 def _needed_bytes(config: Config, queries: int, key_dim: int, dims: int, itemsize: int) -> int:
-    """Returns at least as much shared memory as a program takes, by what the compiler was seen to take.
+    """Return an upper bound of the shared memory of a program in bytes, as measured in compiled kernels.
 
     Args:
         config: The configuration.
         queries: The queries of a tile.
         key_dim: Dims of a key and a query.
-        dims: Dims of a key and a value together; those of a key alone in latent attention.
+        dims: Dims of a key and a value together; dims of a key alone in latent attention.
         itemsize: Bytes of an element.
     """
-    blocks, weights, again = config.num_stages, queries * config.block, 0
+    blocks, probabilities, again = config.num_stages, queries * config.block, 0
     if itemsize == 4:
-        # The compiler keeps weights, and queries beyond a square tile, twice.
-        weights, again = 2 * weights, max(0, queries - config.block) * key_dim
+        # The compiler keeps probabilities, and queries beyond a square tile, twice.
+        probabilities, again = 2 * probabilities, max(0, queries - config.block) * key_dim
     elif device.shared_bytes() < device.HOPPER_SHARED_BYTES:
-        # Only Hopper's tensor cores read the block that they multiply from shared memory. Others copy it to registers.
+        # Only Hopper's tensor cores read a block from shared memory. On other GPUs it is copied to registers.
         blocks -= 1
-    return (blocks * config.block * dims + queries * key_dim + weights + again) * itemsize
+    return (blocks * config.block * dims + queries * key_dim + probabilities + again) * itemsize
 
 
 def _load(at, mask):
@@ -94,7 +94,7 @@ def _attend_kernel(
     *,
     tile: _Tile,
     block: int,
-    shares: Shares,
+    shards: Shards,
     joins: tuple[int, ...],
     least: int,
     programs: int,
@@ -105,15 +105,15 @@ def _attend_kernel(
 ):
     key_dim, dtype, is_latent = refs.q.shape[2], refs.q.dtype, refs.values is None
     page_size = refs.keys.shape[2]
-    head_tile, number, program = pt.program_id(0), pt.program_id(1), pt.program_id(2)
+    head_tile, tile_index, program = pt.program_id(0), pt.program_id(1), pt.program_id(2)
     # The last tiles of a prompt see the most keys. They go first.
-    number = pt.num_programs(1) - 1 - number if is_prompt else number
-    table, start, length, first = refs.table[number], refs.start[number], refs.length[number], refs.position[number]
+    tile_index = pt.num_programs(1) - 1 - tile_index if is_prompt else tile_index
+    table, start, length, first = (ref[tile_index] for ref in (refs.table, refs.start, refs.length, refs.position))
     layer = refs.layer[...]
     end = first + length
-    # Shares are attended one by one, or in units, which are joined and stored as their first share.
+    # Shards are attended one by one, or in units, which are joined and stored as their first shard.
     unit = refs.unit[...] if joins else 1
-    num_units = ceil(shares.used(end), unit) if joins else shares.used(end)
+    num_units = ceil(shards.used(end), unit) if joins else shards.used(end)
 
     kv_head = jax.lax.div(head_tile, jnp.int32(tile.per_group))
     query, _ = pt.lanes(0, tile.queries, tile.queries)
@@ -128,57 +128,57 @@ def _attend_kernel(
     one_page = page_size % block == 0  # a block's keys lie in one page
 
     def page_of(begin):
-        """The page of the block at position `begin`, or of each of its keys. Only pages that the row has are looked up."""
+        """Return the page of the block at position `begin`, or of each of its keys. It reads the row's own pages only."""
         position = jnp.minimum(begin if one_page else begin + lane, end - 1)
         at = refs.page_table.at[table, jax.lax.div(position, jnp.int32(page_size))]
         return pt.load(at)
 
-    def attend(queries, share):
-        count_of = lambda share: shares.blocks_below(share, ceil(end, block), block)
-        count = count_of(share)
+    def attend(queries, shard):
+        count_of = lambda shard: shards.blocks_below(shard, ceil(end, block), block)
+        count = count_of(shard)
         if joins:
-            count = jax.lax.fori_loop(jnp.int32(1), unit, lambda n, so_far: so_far + count_of(share + n), count)
+            count = jax.lax.fori_loop(jnp.int32(1), unit, lambda n, so_far: so_far + count_of(shard + n), count)
 
-        def with_next_share(own, sums, level=0):
-            """Adds the last share to its group. When a group is complete, it is added to the group of the next larger size.
+        def with_next_shard(own, sums, level=0):
+            """Add the last shard to its group. When a group is complete, it is added to the group of the next larger size.
 
-            The loop calls it before share `own` begins. `sums` holds the sums of the last share, and then those of one group
-            of each size, from the smallest on.
+            The loop calls it before shard `own` begins. `sums` has the `Sums` of the last shard, and then of one group of
+            each size, from the smallest on.
             """
-            part, group, *larger = sums
-            part, group = nothing, joined(group, part, interpret)
+            last, group, *larger = sums
+            last, group = nothing, joined(group, last, interpret)
             if larger:
                 group, *larger = jax.lax.cond(
                     jax.lax.rem(own, jnp.int32(joins[level])) == 0,
-                    lambda sums: with_next_share(own, sums, level + 1),
+                    lambda sums: with_next_shard(own, sums, level + 1),
                     lambda sums: sums,
                     [group, *larger],
                 )
-            return [part, group, *larger]
+            return [last, group, *larger]
 
         def advance(is_masked, n, carry):
-            own, place, page, sums = carry
-            begin = shares.begin_of(own, place, block)
-            upcoming = own, place + 1
+            own, n_own, page, sums = carry
+            begin = shards.begin_of(own, n_own, block)
+            upcoming = own, n_own + 1
             if joins:
-                sums = jax.lax.cond(place == 0, lambda sums: with_next_share(own, sums), lambda sums: sums, sums)
-                is_last = (place + 1 == count_of(own)).astype(jnp.int32)
-                upcoming = own + is_last, (place + 1) * (1 - is_last)
+                sums = jax.lax.cond(n_own == 0, lambda sums: with_next_shard(own, sums), lambda sums: sums, sums)
+                is_last = (n_own + 1 == count_of(own)).astype(jnp.int32)
+                upcoming = own + is_last, (n_own + 1) * (1 - is_last)
             so_far, *groups = sums
             position = begin + lane
             exists = position < end
-            upcoming = *upcoming, page_of(shares.begin_of(*upcoming, block))
+            upcoming = *upcoming, page_of(shards.begin_of(*upcoming, block))
             if one_page:
-                place = jax.lax.rem(begin, jnp.int32(page_size)) + lane
+                offset = jax.lax.rem(begin, jnp.int32(page_size)) + lane
             else:
-                place, page = jax.lax.rem(jnp.minimum(position, end - 1), jnp.int32(page_size)), page[:, None]
+                offset, page = jax.lax.rem(jnp.minimum(position, end - 1), jnp.int32(page_size)), page[:, None]
 
             def take(ref, dims, is_masked):
-                at = ref.at[layer, page, place[:, None], kv_head, dims.index[None, :]]
+                at = ref.at[layer, page, offset[:, None], kv_head, dims.index[None, :]]
                 is_masked = is_masked or dims.exists is not None
                 return _load(at, mask_of(exists, dims) if is_masked else None).astype(dtype)
 
-            # Scores of keys that do not exist are replaced below. A weight of 0 does not hide a value that is NaN.
+            # Scores of keys that do not exist are replaced below. A probability of 0 does not hide a value that is NaN.
             keys = [take(refs.keys, d, is_masked and is_latent and i < len(value_dims)) for i, d in enumerate(key_dims)]
             scores = dot(queries[0], keys[0], contract=(1, 1), interpret=interpret)
             for q, k in zip(queries[1:], keys[1:], strict=True):
@@ -187,35 +187,35 @@ def _attend_kernel(
                 seen = exists[None, :] & (position[None, :] <= position_of[:, None])
                 scores = jnp.where(seen, scores, -jnp.inf)
             top = jnp.maximum(so_far.top, jnp.max(scores, axis=1) * (scale * pt.LOG2_E))
-            weights = pt.exp2_of_sum(scores, scale * pt.LOG2_E, -top[:, None], interpret)
+            probabilities = pt.exp2_of_sum(scores, scale * pt.LOG2_E, -top[:, None], interpret)
             decay = pt.exp2(so_far.top - top, interpret)
             values = keys[: len(value_dims)] if is_latent else [take(refs.values, d, is_masked) for d in value_dims]
-            narrow = weights.astype(dtype)
+            narrow = probabilities.astype(dtype)
             sums_of_values = [
                 x * decay[:, None] + dot(narrow, v, interpret=interpret)
                 for x, v in zip(so_far.values, values, strict=True)
             ]
-            total = pt.product(so_far.total, decay, interpret) + jnp.sum(weights, axis=1)
+            total = pt.product(so_far.total, decay, interpret) + jnp.sum(probabilities, axis=1)
             return *upcoming, [Sums(top, total, sums_of_values), *groups]
 
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
         sums = [zeros(tile.queries, d.index.shape[0]) for d in value_dims]
         nothing = Sums(jnp.full((tile.queries,), LOW, jnp.float32), zeros(tile.queries), sums)
-        page = page_of(shares.begin_of(share, jnp.int32(0), block))
-        carry, plain = (share, jnp.int32(0), page, [nothing for _ in (1, *joins)]), jnp.int32(0)
+        page = page_of(shards.begin_of(shard, jnp.int32(0), block))
+        carry, plain = (shard, jnp.int32(0), page, [nothing for _ in (1, *joins)]), jnp.int32(0)
         if is_prompt:
             # Every token of the tile sees all keys of the first blocks.
-            plain = jnp.minimum(shares.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block), count)
+            plain = jnp.minimum(shards.blocks_below(shard, jax.lax.div(first + 1, jnp.int32(block)), block), count)
             carry = jax.lax.fori_loop(jnp.int32(0), plain, functools.partial(advance, False), carry)
         *_, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True), carry)
-        top, total, values = functools.reduce(lambda part, group: joined(group, part, interpret), sums)
+        top, total, values = functools.reduce(lambda smaller, larger: joined(larger, smaller, interpret), sums)
 
-        # A token whose keys are one split has its result here. Shares of the others are merged later.
-        is_whole = position_of < shares.split
-        slot = share // least
+        # A token whose keys are one split gets its result here. The shards of other tokens are merged later.
+        is_whole = position_of < shards.split
+        slot = shard // least
         for dims, x in zip(value_dims, values, strict=True):
             at = packed[:, None], head[:, None], dims.index[None, :]
-            mask = mask_of(inside & is_whole & (share == 0), dims)
+            mask = mask_of(inside & is_whole & (shard == 0), dims)
             result = gated(
                 refs.gates, x / jnp.where(total > 0, total, 1.0)[:, None], packed, head, dims, mask, value_dim
             )
@@ -229,12 +229,12 @@ def _attend_kernel(
         queries = [
             _load(refs.q.at[packed[:, None], head[:, None], d.index[None, :]], mask_of(inside, d)) for d in key_dims
         ]
-        if programs == shares.shares and not joins:
+        if programs == shards.count and not joins:
             attend(queries, program)
         else:
-            turns = ceil(num_units - program, programs)
-            each = lambda turn, _: attend(queries, (program + turn * programs) * unit)
-            jax.lax.fori_loop(jnp.int32(0), turns, each, None)
+            own_units = ceil(num_units - program, programs)
+            each = lambda n, _: attend(queries, (program + n * programs) * unit)
+            jax.lax.fori_loop(jnp.int32(0), own_units, each, None)
 
 
 def paged_attention(
@@ -259,16 +259,16 @@ def paged_attention(
     cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
     grid = kv_heads * tile.per_group, cut.table.shape[0]
     num_tiles = grid[0] * grid[1]
-    shares, units = Shares(used.split, used.shares), (1,)
+    shards, units = Shards(used.split, used.shares), (1,)
     if used.unit is not None and not is_prompt:
         units = (used.unit,)
     elif not (is_prompt or values is None or interpret):
-        numbers_per_thread = max(1, tile.queries * value_dim // (32 * used.num_warps))
-        units = possible_units(used.groups, numbers_per_thread, num_tiles)
+        sums_per_thread = max(1, tile.queries * value_dim // (32 * used.num_warps))
+        units = possible_units(used.groups, sums_per_thread, num_tiles)
     num_slots = used.shares // units[0]
     programs = used.programs or default_programs(num_slots, num_tiles, is_prompt=is_prompt)
     num_keys = jnp.where(cut.length > 0, cut.position + cut.length, 0)
-    unit = None if units == (1,) else best_unit(num_keys, grid[0], programs, shares, units)
+    unit = None if units == (1,) else best_unit(num_keys, grid[0], programs, shards, units)
     num_stages = used.num_stages if run.config else default_stages(used, num_tiles)
 
     array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
@@ -277,7 +277,7 @@ def paged_attention(
             _attend_kernel,
             tile=tile,
             block=used.block,
-            shares=shares,
+            shards=shards,
             joins=tuple(n for n in used.groups if n <= units[-1]),
             least=units[0],
             programs=programs,
@@ -315,6 +315,6 @@ def paged_attention(
     )
     of_token = token_rows(rows.query_start_loc, num_tokens)
     options = dict(
-        split=used.split, shares=used.shares, groups=used.groups, unit=unit, units=units, interpret=interpret
+        split=used.split, shards=used.shares, groups=used.groups, unit=unit, units=units, interpret=interpret
     )
     return merge(attended, of_token, rows.num_computed_tokens, gates, **options)

@@ -1,8 +1,8 @@
 """paged_attention for prompts on Hopper GPUs. A CTA attends 128 queries, the tokens of one or two heads, to their keys.
 
 One warpgroup copies pages of keys and values to SMEM. The other two have 64 queries each, and alternate: while one
-multiplies on the tensor cores, the other one computes its softmax. The keys of a row are cut into splits and shares, as by
-the Triton kernels, and the same second launch merges the shares.
+multiplies on the tensor cores, the other one computes its softmax. The keys of a row are cut into splits and shards, as by
+the Triton kernels, and the same second launch merges the shards.
 """
 
 import functools
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
 from pallas_kernels.paged_attention._merge import LOW, merge
-from pallas_kernels.paged_attention._shares import PROMPT_SHARES, ceil
-from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
+from pallas_kernels.paged_attention._shards import PROMPT_SHARDS, ceil
+from pallas_kernels.paged_attention._tiles import padded_indices, tiles
 from pallas_kernels.paged_attention.config import default_programs
 from pallas_kernels.rows import Rows, token_rows
 
@@ -28,7 +28,7 @@ _STAGES = 2  # blocks of keys, and of values, in SMEM
 def unsupported(
     q: jax.Array, keys: jax.Array, values: jax.Array | None, gates: jax.Array | None, max_query_tokens: int | None
 ) -> str | None:
-    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    """Return the reason why the kernel cannot run these arguments, or None if it can."""
     page_size, _, key_dim = keys.shape[2:]
     if max_query_tokens is not None:
         return "the kernel is for prompts, whose max_query_tokens is None"
@@ -48,103 +48,105 @@ def unsupported(
 
 
 def _block(dim: int) -> int:
-    """The number of keys that are multiplied at a time: as many as fit into registers beside the sums."""
+    """Return the number of keys of a block: as many as have room in registers for their scores beside the sums."""
     return 128 if dim <= 128 else 64
 
 
 def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
-    """Attends one tile of tokens of one or two heads to some shares of their keys.
+    """Attend one tile of tokens of one or two heads to some shards of their keys.
 
-    "full" barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
+    "full" barriers complete when a stage of SMEM has been filled, "free" barriers when it may be filled again.
 
     Args:
         names: The names of `arrays`.
         arrays: The arrays with which `paged_attention` launches the kernel: inputs, outputs, SMEM and barriers.
         heads_of_tile: The number of heads, which share one head of keys.
-        programs: The number of CTAs that divide the shares of a tile among them.
+        programs: The number of CTAs that divide the shards of a tile among them.
         scale: The factor of the scores.
     """
     refs = SimpleNamespace(**(dict(gates=None) | dict(zip(names, arrays, strict=True))))
     query_rows, query_tiles = refs.queries
     program = hp.axis_index("program")
     # The last tiles of a prompt see the most keys. They go first.
-    number = refs.length.shape[0] - 1 - hp.axis_index("tile")
+    tile_index = refs.length.shape[0] - 1 - hp.axis_index("tile")
     page_size, kv_heads, dim = refs.keys.shape[2:]
-    block, parts = _block(dim), range(dim // _DIMS)
+    block, dim_tiles = _block(dim), range(dim // _DIMS)
     first_head = hp.axis_index("heads") * heads_of_tile
     kv_head = jax.lax.div(first_head, jnp.int32(refs.q.shape[1] // kv_heads))
-    start, length, first, row_end = refs.start[number], refs.length[number], refs.position[number], refs.row_end[number]
-    layer, table = refs.layer[0], refs.table[number]
-    seen = first + length  # the keys that the tile's last token sees
-    used = PROMPT_SHARES.used(seen)
-    turns = jnp.where(length > 0, jax.lax.div(jnp.maximum(used - program, 0) + (programs - 1), jnp.int32(programs)), 0)
+    start, length, first, row_end = (ref[tile_index] for ref in (refs.start, refs.length, refs.position, refs.row_end))
+    layer, table = refs.layer[0], refs.table[tile_index]
+    seen = first + length  # the number of keys that the tile's last token sees
+    used = PROMPT_SHARDS.used(seen)
+    num_shards = jnp.where(
+        length > 0, jax.lax.div(jnp.maximum(used - program, 0) + (programs - 1), jnp.int32(programs)), 0
+    )
     dims = lambda n: hp.ds(n * _DIMS, _DIMS)
 
-    def share_of(turn):
-        """The share of a turn. Share 0 comes last, because results are stored over the queries in SMEM."""
-        return program + (turns - 1 - turn) * programs
+    def shard_of(iteration):
+        """Return the shard of an iteration. Shard 0 comes last: its results overwrite the queries in SMEM."""
+        return program + (num_shards - 1 - iteration) * programs
 
     def stage(step):
         return jax.lax.rem(step, jnp.int32(_STAGES))
 
     def queries_of(warpgroup):
-        """The first token and the head of a warpgroup's queries."""
+        """Return the first token and the head of a warpgroup's queries."""
         if heads_of_tile == 2:
             return start, first_head + warpgroup
         return start + warpgroup * _QUERIES, first_head
 
     def fetch():
-        """Fetches the queries, and the blocks of keys and values in the order of `attend`."""
+        """Copy the queries, and the blocks of keys and values in the order of `attend`, from GMEM to SMEM."""
         hp.set_max_registers(40, action="decrease")
-        copied = min(page_size, block)  # the keys of a copy, which lie in one page
+        copied = min(page_size, block)  # keys of one copy, which lie in one page
         copies = range(block // copied)
 
-        def place_of(position):
-            """The page of a block's keys from `position` on, and their offset in it. Only the row's own pages are read."""
+        def address_of(position):
+            """Return the page of a block's keys from `position` on, and their offset in it. It reads the row's own pages."""
             page = refs.page_table[table, jax.lax.div(jnp.minimum(position, row_end - 1), jnp.int32(page_size))]
             return page, hp.multiple_of(jax.lax.rem(position, jnp.int32(page_size)), 8)
 
-        def copy(pool, places, target, full):
-            for n, (page, place) in zip(copies, places, strict=True):
-                source = pool.at[layer, page, hp.ds(place, copied), kv_head]
+        def copy(pool, addresses, target, full):
+            for n, (page, offset) in zip(copies, addresses, strict=True):
+                source = pool.at[layer, page, hp.ds(offset, copied), kv_head]
                 hp.copy_gmem_to_smem(source, target.at[hp.ds(n * copied, copied)], full)
 
-        def one(share, n, step):
-            begin, at = PROMPT_SHARES.begin_of(share, n, block), stage(step)
-            places = [place_of(begin + n * copied) for n in copies]
+        def copy_block(shard, n, step):
+            begin, at = PROMPT_SHARDS.begin_of(shard, n, block), stage(step)
+            addresses = [address_of(begin + n * copied) for n in copies]
             hp.when(step >= _STAGES)(lambda: hp.barrier_wait(refs.keys_free.at[at]))
-            copy(refs.keys, places, refs.key_tiles.at[at], refs.keys_full.at[at])
+            copy(refs.keys, addresses, refs.key_tiles.at[at], refs.keys_full.at[at])
             hp.when(step >= _STAGES)(lambda: hp.barrier_wait(refs.values_free.at[at]))
             target, is_end = refs.value_tiles.at[at], begin + block > row_end
-            hp.when(~is_end)(lambda: copy(refs.values, places, target, refs.values_full.at[at]))
+            hp.when(~is_end)(lambda: copy(refs.values, addresses, target, refs.values_full.at[at]))
 
             @hp.when(is_end)
             def _():
                 # A probability of 0 does not hide a value that is NaN.
-                copy(refs.values, places, target, refs.values_arrived)
+                copy(refs.values, addresses, target, refs.values_arrived)
                 hp.barrier_wait(refs.values_arrived)
-                for part in parts:
-                    keep_rows(target.at[:, dims(part)], row_end - begin)
+                for n in dim_tiles:
+                    keep_rows(target.at[:, dims(n)], row_end - begin)
                 hp.commit_smem()
                 for _ in copies:
                     hp.barrier_arrive(refs.values_full.at[at])
 
             return step + 1
 
-        @hp.when(turns > 0)
+        @hp.when(num_shards > 0)
         def _():
             for warpgroup in range(2):
                 token, head = queries_of(warpgroup)
-                for n in parts:
+                for n in dim_tiles:
                     source = refs.q.at[hp.ds(token, _QUERIES), head, dims(n)]
                     hp.copy_gmem_to_smem(source, query_rows.at[warpgroup, n], refs.queries_full)
 
-        def one_share(turn, step):
-            share = share_of(turn)
-            count = PROMPT_SHARES.blocks_below(share, ceil(seen, block), block)
-            return jax.lax.fori_loop(0, count, lambda n, step: one(share, n, step), step)
+        def copy_shard(iteration, step):
+            shard = shard_of(iteration)
+            count = PROMPT_SHARDS.blocks_below(shard, ceil(seen, block), block)
+            return jax.lax.fori_loop(0, count, lambda n, step: copy_block(shard, n, step), step)
 
-        steps = jax.lax.fori_loop(0, turns, one_share, jnp.int32(0))
+        steps = jax.lax.fori_loop(0, num_shards, copy_shard, jnp.int32(0))
 
         # A barrier has one phase bit, so each of its completions must be waited for.
         @hp.loop(jnp.maximum(steps - _STAGES, 0), steps)
@@ -160,93 +162,93 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
         own = jnp.clip(length - (token - start), 0, _QUERIES)
         shape = _QUERIES, block
 
-        def take_turns():
-            hp.barrier_arrive(refs.turn)
-            hp.barrier_wait(refs.turn)
+        def hand_over():
+            hp.barrier_arrive(refs.pingpong)
+            hp.barrier_wait(refs.pingpong)
 
-        def advance(is_masked, share, n, carry):
+        def advance(is_masked, shard, n, carry):
             step, top, total, sums = carry
             at = stage(step)
             hp.barrier_wait(refs.keys_full.at[at])
-            pairs = [(query_tiles.at[warpgroup, p], refs.key_tiles.at[at, :, dims(p)].T) for p in parts]
-            (scores,) = hp.multiply_all(shape, [pairs], take_turns)
+            pairs = [(query_tiles.at[warpgroup, p], refs.key_tiles.at[at, :, dims(p)].T) for p in dim_tiles]
+            (scores,) = hp.multiply_all(shape, [pairs], hand_over)
             hp.barrier_arrive(refs.keys_free.at[at])
             if is_masked:
-                ahead = PROMPT_SHARES.begin_of(share, n, block) - position  # of the first key before the first query
+                ahead = PROMPT_SHARDS.begin_of(shard, n, block) - position  # of the first key before the first query
                 visible = hp.columns(shape) - hp.rows(shape) <= -ahead
                 scores = jnp.where(visible, scores, -jnp.inf)
             factor = scale * math.log2(math.e)
             new_top = jnp.maximum(top, scores.max(axis=1) * factor)
             decay = jnp.exp2(top - new_top)
             probabilities = jnp.exp2(scores * factor - hp.along_rows(new_top, block))
-            sums = hp.scale_rows(sums, decay)  # which seldom changes them: the further back, the rarer is a new top
+            sums = hp.scale_rows(sums, decay)  # seldom changes them, because new maxima become rare
             narrow = probabilities.astype(refs.q.dtype)
             sums, narrow, new_top, probabilities, decay = hp.optimization_barrier(
                 (sums, narrow, new_top, probabilities, decay)
             )
-            hp.barrier_arrive(refs.turn)
+            hp.barrier_arrive(refs.pingpong)
             hp.barrier_wait(refs.values_full.at[at])
-            hp.barrier_wait(refs.turn)
+            hp.barrier_wait(refs.pingpong)
             # The tensor cores work on the other warpgroup's products meanwhile.
             total = total * decay + probabilities.sum(axis=1)
             sums = hp.accumulate(sums, narrow, refs.value_tiles.at[at])
             hp.barrier_arrive(refs.values_free.at[at])
             return step + 1, new_top, total, sums
 
-        def one_share(turn, step):
-            share = share_of(turn)
-            count = PROMPT_SHARES.blocks_below(share, ceil(seen, block), block)
+        def attend_shard(iteration, step):
+            shard = shard_of(iteration)
+            count = PROMPT_SHARDS.blocks_below(shard, ceil(seen, block), block)
             # Every token of the tile sees all keys of the first blocks.
-            plain = PROMPT_SHARES.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block)
+            plain = PROMPT_SHARDS.blocks_below(shard, jax.lax.div(first + 1, jnp.int32(block)), block)
             plain = jnp.minimum(plain, count)
             top = hp.zeros_per_row(_QUERIES, jnp.float32) + LOW
             carry = step, top, hp.zeros_per_row(_QUERIES, jnp.float32), hp.zeros((_QUERIES, dim), jnp.float32)
-            carry = jax.lax.fori_loop(0, plain, functools.partial(advance, False, share), carry)
-            step, top, total, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True, share), carry)
+            carry = jax.lax.fori_loop(0, plain, functools.partial(advance, False, shard), carry)
+            step, top, total, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True, shard), carry)
 
-            @hp.when(seen > PROMPT_SHARES.split)
+            @hp.when(seen > PROMPT_SHARDS.split)
             def _():
-                place = number * (2 * _QUERIES // heads_of_tile) + (token - start)
+                entry = tile_index * (2 * _QUERIES // heads_of_tile) + (token - start)
                 refs.tops_tile[warpgroup] = top
                 refs.totals_tile[warpgroup] = total
                 hp.commit_smem()
-                here = hp.ds(place, _QUERIES)
-                hp.copy_smem_to_gmem(refs.tops_tile.at[warpgroup], refs.tops.at[share, head, here])
-                hp.copy_smem_to_gmem(refs.totals_tile.at[warpgroup], refs.totals.at[share, head, here])
-                hp.store_gmem(refs.sums.at[share, here, head], sums)
+                here = hp.ds(entry, _QUERIES)
+                hp.copy_smem_to_gmem(refs.tops_tile.at[warpgroup], refs.tops.at[shard, head, here])
+                hp.copy_smem_to_gmem(refs.totals_tile.at[warpgroup], refs.totals.at[shard, head, here])
+                hp.store_gmem(refs.sums.at[shard, here, head], sums)
                 hp.wait_smem_to_gmem(0, wait_read_only=True)
 
-            whole = jnp.clip(PROMPT_SHARES.split - position, 0, own)  # tokens whose keys are one split
+            whole = jnp.clip(PROMPT_SHARDS.split - position, 0, own)  # tokens whose keys are one split
 
-            @hp.when((share == 0) & (whole > 0))
+            @hp.when((shard == 0) & (whole > 0))
             def _():
                 out = sums / hp.along_rows(total, dim)
                 if refs.gates is not None:
                     from_dim = refs.gates.shape[2] - dim
-                    for n in parts:
+                    for n in dim_tiles:
                         source = refs.gates.at[hp.ds(token, _QUERIES), head, hp.ds(from_dim + n * _DIMS, _DIMS)]
                         hp.copy_gmem_to_smem(source, query_rows.at[warpgroup, n], refs.gates_full.at[warpgroup])
                     hp.barrier_wait(refs.gates_full.at[warpgroup])
-                for n in parts:
+                for n in dim_tiles:
                     result = out[:, n * _DIMS : (n + 1) * _DIMS]
                     if refs.gates is not None:
                         gates = hp.load_tile(query_tiles.at[warpgroup, n]).astype(jnp.float32)
                         result = result / (1.0 + jnp.exp(-gates))
                     query_tiles.at[warpgroup, n][...] = result.astype(refs.q.dtype)
                 hp.commit_smem()
-                for n in parts:
+                for n in dim_tiles:
                     target = refs.out.at[hp.ds(token, _QUERIES), head, dims(n)]
                     store_rows(query_rows.at[warpgroup, n], whole, target)
                 hp.wait_smem_to_gmem(0, wait_read_only=True)
 
             return step
 
-        @hp.when(turns > 0)
+        @hp.when(num_shards > 0)
         def _():
             hp.barrier_wait(refs.queries_full)
-            hp.when(warpgroup == 1)(take_turns)
-            jax.lax.fori_loop(0, turns, one_share, jnp.int32(0))
-            hp.when(warpgroup == 0)(take_turns)
+            hp.when(warpgroup == 1)(hand_over)
+            jax.lax.fori_loop(0, num_shards, attend_shard, jnp.int32(0))
+            hp.when(warpgroup == 0)(hand_over)
 
     warpgroup = hp.axis_index(hp.WARPGROUP)
     hp.when(warpgroup < 2)(attend)
@@ -266,23 +268,23 @@ def paged_attention(
     *,
     scale: float,
 ) -> jax.Array:
-    """Launches the kernel and the one that merges shares. See api.py."""
+    """Launch the kernel, and then `merge`. See api.py."""
     num_tokens, heads, dim = q.shape
     heads_of_tile = 2 if heads // keys.shape[3] % 2 == 0 else 1
     tokens_of_tile = 2 * _QUERIES // heads_of_tile
     cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, tokens_of_tile, None, slots)
     num_tiles = cut.table.shape[0]
-    programs = default_programs(PROMPT_SHARES.shares, num_tiles * heads // heads_of_tile, is_prompt=True)
+    programs = default_programs(PROMPT_SHARDS.count, num_tiles * heads // heads_of_tile, is_prompt=True)
     given = dict(q=q, keys=keys, values=values, layer=jnp.reshape(rows.layer, 1), page_table=page_table) | cut._asdict()
     if gates is not None:
         given |= dict(gates=gates)
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    places = num_tiles * tokens_of_tile
+    entries = num_tiles * tokens_of_tile
     outputs = dict(
         out=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        sums=array(PROMPT_SHARES.shares, places, heads, dim),
-        tops=array(PROMPT_SHARES.shares, heads, places),
-        totals=array(PROMPT_SHARES.shares, heads, places),
+        sums=array(PROMPT_SHARDS.count, entries, heads, dim),
+        tops=array(PROMPT_SHARDS.count, heads, entries),
+        totals=array(PROMPT_SHARDS.count, heads, entries),
     )
     copies = _block(dim) // min(keys.shape[2], _block(dim))
     tile = (dim // _DIMS, _QUERIES, _DIMS)
@@ -300,7 +302,7 @@ def paged_attention(
         values_full=hp.Barrier(num_arrivals=copies, num_barriers=_STAGES),
         values_free=hp.Barrier(num_arrivals=2, num_barriers=_STAGES),
         values_arrived=hp.Barrier(num_arrivals=copies),
-        turn=hp.Barrier(num_arrivals=2),
+        pingpong=hp.Barrier(num_arrivals=2),
         done=hp.Barrier(num_arrivals=3),
     )
     body = functools.partial(_kernel, [*given, *outputs, *scratch])
@@ -318,6 +320,6 @@ def paged_attention(
     )(*given.values())
     attended = dict(zip(outputs, attended, strict=True))
     of_token = token_rows(rows.query_start_loc, num_tokens)
-    place = places_of_tokens(of_token, rows.query_start_loc, tokens_of_tile, None)
-    cut = dict(split=PROMPT_SHARES.split, shares=PROMPT_SHARES.shares, place=place)
+    entry = padded_indices(of_token, rows.query_start_loc, tokens_of_tile, None)
+    cut = dict(split=PROMPT_SHARDS.split, shards=PROMPT_SHARDS.count, entry=entry)
     return merge(attended, of_token, rows.num_computed_tokens, gates, **cut, interpret=False)

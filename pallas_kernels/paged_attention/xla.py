@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
+from pallas_kernels.paged_attention._tiles import padded_indices, tiles
 from pallas_kernels.rows import Rows, token_rows
 
-_TILE = 8  # tokens; the same for all kinds of rows, so that their bits are the same
+_TILE = 8  # tokens; the same for all kinds of rows, so that a token's result has the same bits in each
 _BLOCK = 128  # keys
 
 
@@ -43,10 +43,10 @@ def paged_attention(
         block, top, total, out = carry
         position = block * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None]
         exists = position < end[:, None]
-        # A tile that has ended reads the page of its last position again, and NULL_PAGE has no part in any row.
-        place = jnp.minimum(position, jnp.maximum(end[:, None] - 1, 0))
-        page = page_table.at[cut.table[:, None], place // page_size].get(mode="clip")
-        take = lambda pool: pool.at[rows.layer, page, place % page_size].get(mode="clip").astype(q.dtype)
+        # A tile that has ended reads the page of its last position again; entries of the table after it are not read.
+        nearest = jnp.minimum(position, jnp.maximum(end[:, None] - 1, 0))
+        page = page_table.at[cut.table[:, None], nearest // page_size].get(mode="clip")
+        take = lambda pool: pool.at[rows.layer, page, nearest % page_size].get(mode="clip").astype(q.dtype)
         k = take(keys)
         v = k[..., :value_dim] if values is None else take(values)
         v = jnp.where(exists[:, :, None, None], v, 0)
@@ -54,10 +54,10 @@ def paged_attention(
         seen = exists[:, None, :] & (position[:, None] <= token_position[:, :, None])
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1))
-        weights = jnp.exp(scores - new_top[..., None])
+        probabilities = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
-        total = total * decay + weights.sum(axis=-1)
-        out = out * decay[..., None] + product("xhgtl,xlhd->xhgtd", weights.astype(q.dtype), v)
+        total = total * decay + probabilities.sum(axis=-1)
+        out = out * decay[..., None] + product("xhgtl,xlhd->xhgtd", probabilities.astype(q.dtype), v)
         return block + 1, new_top, total, out
 
     shape = (cut.table.shape[0], kv_heads, heads // kv_heads, _TILE)
@@ -70,7 +70,7 @@ def paged_attention(
     out = out.transpose(0, 3, 1, 2, 4).reshape(-1, heads, value_dim)
 
     of_token = token_rows(rows.query_start_loc, num_tokens)
-    out = out.at[places_of_tokens(of_token, rows.query_start_loc, _TILE, rows.max_query_tokens)].get(mode="clip")
+    out = out.at[padded_indices(of_token, rows.query_start_loc, _TILE, rows.max_query_tokens)].get(mode="clip")
     if gates is not None:
         out = out * jax.nn.sigmoid(gates[:, :heads, -value_dim:].astype(jnp.float32))
     return jnp.where(of_token.valid[:, None, None], out, 0).astype(q.dtype)

@@ -9,10 +9,10 @@ from kernels.attention_batches import DIMS, LAYER, Dims, assert_is_attention, ma
 from kernels.common import IMPLEMENTATIONS, assert_close, how, pack
 
 from pallas_kernels import Rows, Run, UnsupportedError, paged_attention
-from pallas_kernels.paged_attention._shares import Shares, best_unit
+from pallas_kernels.paged_attention._shards import Shards, best_unit
 from pallas_kernels.paged_attention.config import Config
 
-# Splits so short that a few hundred keys fill all shares, some of them twice.
+# Splits so short that a few hundred keys fill all shards, some of them twice.
 SMALL = Config(queries=16, block=16, split=32, shares=8, groups=(2, 4), num_warps=4, num_stages=2, programs=2)
 SMALL_PROMPT = dataclasses.replace(SMALL, queries=32, shares=4, groups=())
 
@@ -41,7 +41,7 @@ def options_of(implementation, config=SMALL):
 )
 @pytest.mark.parametrize("window", [4, None])
 def test_paged_attention_is_the_equation(rng, dims, dtype, page_size, window, implementation):
-    """One key, ends on either side of a split's edge, wrapped shares, an empty row, and padding rows."""
+    """One key, ends on either side of a split's edge, wrapped shards, an empty row, and padding rows."""
     lengths, computed = [1, 4, 0, 3, 2, 4, 1, 0], [0, 29, 50, 270, 31, 0, 127, 0]
     if window is None:
         lengths[1], lengths[5], lengths[3] = 40, 33, 9
@@ -78,7 +78,7 @@ def test_gates_multiply_the_results(rng, dims, dtype, window, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("unit", [None, 2, 4])
 def test_rows_of_every_length(rng, implementation, unit):
-    """Every length around the edges of pages, blocks, splits and shares, in one verify token and two."""
+    """Every length around the edges of pages, blocks, splits and shards, in one verify token and two."""
     ends = [*range(2, 36), 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 161, 255, 256, 257]
     lengths = [1 + end % 2 for end in ends]
     batch = make(rng, lengths, [end - n for end, n in zip(ends, lengths, strict=True)], DIMS["one head of 8"])
@@ -142,7 +142,7 @@ def test_slots_say_where_the_pages_of_each_row_are(rng, dims, dtype, implementat
 
 @pytest.mark.parametrize(("dims", "dtype", "implementation"), BITS)
 def test_verify_tokens_have_the_bits_of_decode_rows(rng, dims, dtype, implementation, optimized_programs):
-    """A verify row of eight tokens over the edge of a split and of shares that wrap, and each token as a row of its own."""
+    """A verify row of eight tokens over the edge of a split and of shards that wrap, and each token as a row of its own."""
     for computed in (28, 124, 252):
         batch = make(rng, [8], [computed], DIMS[dims], dtype, extra_tokens=0)
         options = options_of(implementation, dataclasses.replace(SMALL, queries=32))
@@ -191,7 +191,7 @@ def test_xla_has_the_same_bits_for_every_kind_of_row(rng, optimized_programs):
     ],
 )
 def test_programs_and_joined_groups_change_no_bit(rng, dims, dtype, window, implementation, optimized_programs):
-    """Rows that end in each share of a group, at their edges, and after all shares have wrapped."""
+    """Rows that end in each shard of a group, at their edges, and after all shards have wrapped."""
     lengths, computed = [3, 1, 2, 1, 3, 1, 3, 1, 2], [300, 70, 31, 0, 126, 40, 63, 600, 255]
     batch = make(rng, lengths, computed, DIMS[dims], dtype)
     run = lambda n, unit: batch.run(
@@ -222,7 +222,7 @@ DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
     ],
 )
 def test_default_configuration_over_long_rows(rng, dims, page_size, dtype, kind):
-    """The kernel's own splits and shares, several times around."""
+    """The kernel's own splits and shards, several times around."""
     lengths, computed = {
         "decode": ([1, 1, 0, 1, 1], [17000, 511, 0, 512, 0]),
         "verify": ([4, 3, 0, 4, 1], [17000, 510, 0, 3000, 0]),
@@ -266,7 +266,7 @@ def test_default_configuration_keeps_its_promises_of_bits(rng, dims):
 
 @pytest.mark.gpu
 def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rng):
-    """Programs attend single shares of one row, groups of eight shares of eight rows, and groups of four of ten rows."""
+    """Programs attend single shards of one row, groups of eight shards of eight rows, and groups of four of ten rows."""
     batch = make(rng, [1] * 10, [4100 - r for r in range(10)], DIMS["8 of 64"], jnp.bfloat16, 64, extra_tokens=0)
     ten = batch.run(max_query_tokens=1, implementation="triton")
     assert_is_attention(batch, ten)
@@ -279,7 +279,7 @@ def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rn
 @pytest.mark.parametrize(
     ("lengths", "programs", "unit"),
     [
-        ([4096] * 4, 128, 1),  # 128 shares keep all cores busy, 32 groups do not
+        ([4096] * 4, 128, 1),  # 128 shards keep all SMs busy, 32 groups do not
         ([4096] * 16, 16, 4),  # 128 groups do, 64 larger ones do not
         ([4096] * 64, 16, 8),  # 3.9 rounds of groups, 1.9 of larger ones
         ([4096] * 80, 16, 4),  # 4.8, or 2.4, whose last one takes as long as two of groups
@@ -290,7 +290,7 @@ def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rn
     ],
 )
 def test_units_fill_the_cores(lengths, programs, unit):
-    assert best_unit(jnp.asarray(lengths, jnp.int32), 1, programs, Shares(128, 128), (1, 4, 8)) == unit
+    assert best_unit(jnp.asarray(lengths, jnp.int32), 1, programs, Shards(128, 128), (1, 4, 8)) == unit
 
 
 @pytest.mark.parametrize(

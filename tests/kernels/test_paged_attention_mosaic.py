@@ -29,7 +29,7 @@ def run(batch, **options):
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize(("dtype", "page_size"), [(jnp.bfloat16, 16), (jnp.float16, 64), (jnp.bfloat16, 512)])
 def test_prompts_are_the_equation(rng, dims, dtype, page_size):
-    """Lengths around the edges of tiles, an empty row, padding, and positions around the edges of blocks and shares."""
+    """Lengths around the edges of tiles, an empty row, padding, and positions around the edges of blocks and shards."""
     lengths = [1, 63, 64, 65, 0, 130, 3, 66, 9, 40]
     computed = [0, 0, 1, 127, 50, 4030, 4094, 16300, 20000, 8191]
     batch = make(rng, lengths, computed, DIMS[dims], dtype, page_size)
@@ -91,7 +91,7 @@ def test_prompt_has_the_same_bits_however_it_is_cut(rng, dims, first):
 
 @GPU
 def test_the_number_of_programs_changes_no_bit(rng):
-    """One tile's shares are attended by four programs, and those of many tiles by one."""
+    """One tile's shards are attended by four CTAs, and the shards of many tiles by one."""
     batch = make(rng, [64], [16400], DIMS["16 of 256"], jnp.bfloat16)
     copies = 40
     many = dict(
