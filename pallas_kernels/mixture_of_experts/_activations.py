@@ -1,4 +1,4 @@
-"""The functions between an expert's two products, which both implementations share."""
+"""The activations between an expert's two products, for both implementations."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,9 +13,9 @@ Activation = Literal["swiglu", "relu2"]
 
 
 class _Function(NamedTuple):
-    """An activation of `parts` equal parts of the first product's outputs."""
+    """An activation of `projections` arrays of equal size, which the first product computes: [gate and] up."""
 
-    parts: int
+    projections: int
     apply: Callable[..., jax.Array]
 
 

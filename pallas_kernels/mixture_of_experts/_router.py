@@ -1,4 +1,4 @@
-"""choose_experts in plain jax.numpy and as a Pallas kernel of one program per token, or as a part of another kernel."""
+"""choose_experts in plain jax.numpy, as a Pallas kernel of one program per token, and as a function for other kernels."""
 
 import functools
 import operator
@@ -13,7 +13,7 @@ from pallas_kernels.dispatch import Run
 from pallas_kernels.mixture_of_experts.routing import Routing
 
 _WARP = 32  # lanes of a warp
-_TAKEN, _NO_EXPERT = -(2**31), 2**31 - 1  # the key of an expert that has been chosen, and a number that no expert has
+_TAKEN, _NO_EXPERT = -(2**31), 2**31 - 1  # the key of an expert that has been chosen, and an index above all experts
 
 
 def xla(logits, bias, valid, *, routing: Routing):
@@ -39,18 +39,18 @@ def xla(logits, bias, valid, *, routing: Routing):
 
 
 def _all(reduce, tile):
-    """Reduces a tile of two axes to a scalar."""
+    """Reduce a tile of two axes to a scalar."""
     return reduce(reduce(tile, axis=1), axis=0)
 
 
 class _Candidates(NamedTuple):
-    """What a program knows of a token before it chooses.
+    """A token's experts and their keys, from which a program chooses.
 
     Attributes:
-        experts: The experts, int32 [lanes] in each of some tiles.
-        keys: A number for each, in the order of what is to be maximised. int32 [lanes] in each tile
-        score: Takes logits to scores.
-        load: Loads the logits of some experts, of which some exist.
+        experts: The indices of the experts, in tiles. int32 [lanes] each
+        keys: The experts' scores + bias as integers of the same order, in the same tiles. int32 [lanes] each
+        score: Computes scores from logits.
+        load: Loads the logits of experts, given their indices and a mask of those that exist.
     """
 
     experts: list[jax.Array]
@@ -59,9 +59,9 @@ class _Candidates(NamedTuple):
     load: Callable[[jax.Array, jax.Array], jax.Array]
 
     def take_best(self, keys: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns the expert with the largest key, of equal ones the first, and the keys without it.
+        """Return the expert with the largest key, the first of equal ones, and the keys with its key taken out.
 
-        A warp finds the largest integer of its lanes by one instruction.
+        A warp finds the largest integer of its lanes by one instruction, `redux.sync`.
         """
         largest = jnp.max(functools.reduce(jnp.maximum, keys), axis=0)
         pairs = [*zip(self.experts, keys, strict=True)]
@@ -71,11 +71,11 @@ class _Candidates(NamedTuple):
 
 
 def _candidates(refs, token: jax.Array | int, routing: Routing) -> _Candidates:
-    """Loads a token's logits and computes what is to be maximised. The arguments are those of `choose`."""
+    """Load a token's logits and compute the keys of its experts. The arguments are the same as of `choose`."""
 
     def load(expert, exists):
-        shares = range(refs.logits.shape[0])
-        return routing.total(pt.load(refs.logits.at[share, token, expert], mask=exists, other=0.0) for share in shares)
+        splits = range(refs.logits.shape[0])
+        return routing.total(pt.load(refs.logits.at[split, token, expert], mask=exists, other=0.0) for split in splits)
 
     num_experts = routing.routed(refs.logits)
     tiles = _tiles(routing, num_experts)
@@ -101,24 +101,24 @@ def _candidates(refs, token: jax.Array | int, routing: Routing) -> _Candidates:
 
 
 def choose(refs, token: jax.Array | int, routing: Routing) -> tuple[jax.Array, Callable[[], jax.Array]]:
-    """Chooses a token's experts inside a kernel.
+    """Choose a token's experts inside a kernel.
 
     Args:
-        refs: Has `logits` [shares, tokens, outputs], `bias` [experts] or None, and `valid` int32 [tokens] or None.
-        token: The token.
-        routing: How they are chosen.
+        refs: Has `logits` [splits, tokens, outputs], `bias` [experts] or None, and `valid` int32 [tokens] or None.
+        token: The token's index.
+        routing: The rule of the choice.
 
     Returns:
-        The experts, padded to a power of two, [places], and a function that returns their weights, float32 [places].
+        The experts, padded to a power of two, int32 [size], and a function that returns their weights, float32 [size].
     """
     num_experts, found = routing.routed(refs.logits), _candidates(refs, token, routing)
-    places = pt.power_of_two(routing.chosen)
-    place, _ = pt.lanes(0, places, places)
-    chosen, keys = jnp.full((places,), num_experts, jnp.int32), found.keys
-    for turn in range(routing.top_k):
+    size = pt.power_of_two(routing.chosen)
+    rank, _ = pt.lanes(0, size, size)
+    chosen, keys = jnp.full((size,), num_experts, jnp.int32), found.keys
+    for n in range(routing.top_k):
         best, keys = found.take_best(keys)
-        chosen = jnp.where(place == turn, best, chosen)
-    is_routed = (place < routing.top_k) & (chosen < num_experts)
+        chosen = jnp.where(rank == n, best, chosen)
+    is_routed = (rank < routing.top_k) & (chosen < num_experts)
 
     def weigh():
         logits = found.load(jnp.where(is_routed, chosen, 0), is_routed)
@@ -128,33 +128,33 @@ def choose(refs, token: jax.Array | int, routing: Routing) -> tuple[jax.Array, C
         weights = weights * routing.scale
         gate = 1.0
         if routing.shared_gate:
-            shares = range(refs.logits.shape[0])
-            gate = jax.nn.sigmoid(routing.total(refs.logits[share, token, num_experts] for share in shares))
-        return jnp.where(place < routing.top_k, weights, gate)
+            splits = range(refs.logits.shape[0])
+            gate = jax.nn.sigmoid(routing.total(refs.logits[split, token, num_experts] for split in splits))
+        return jnp.where(rank < routing.top_k, weights, gate)
 
-    experts = jnp.where(place < routing.top_k, chosen, num_experts + place - routing.top_k)
+    experts = jnp.where(rank < routing.top_k, chosen, num_experts + rank - routing.top_k)
     return experts if refs.valid is None else jnp.where(refs.valid[token] > 0, experts, -1), weigh
 
 
-def choose_one(refs, token: jax.Array | int, routing: Routing, place: jax.Array) -> jax.Array:
-    """Returns only the expert at one place of those that `choose` returns.
+def choose_one(refs, token: jax.Array | int, routing: Routing, rank: jax.Array) -> jax.Array:
+    """Return element `rank` of the experts that `choose` returns.
 
-    The first places are known early, and a shared expert at once: without the logits.
+    It takes rank + 1 iterations. A shared expert takes none and needs no logits.
     """
     num_experts = routing.routed(refs.logits)
 
     def routed():
         found = _candidates(refs, token, routing)
-        advance = lambda turn, carry: found.take_best(carry[1])
-        return jax.lax.fori_loop(jnp.int32(0), place + 1, advance, (jnp.int32(num_experts), found.keys))[0]
+        advance = lambda _, carry: found.take_best(carry[1])
+        return jax.lax.fori_loop(jnp.int32(0), rank + 1, advance, (jnp.int32(num_experts), found.keys))[0]
 
-    shared = num_experts + place - routing.top_k
-    expert = jax.lax.cond(place < routing.top_k, routed, lambda: shared) if routing.shared else routed()
+    shared = num_experts + rank - routing.top_k
+    expert = jax.lax.cond(rank < routing.top_k, routed, lambda: shared) if routing.shared else routed()
     return expert if refs.valid is None else jnp.where(refs.valid[token] > 0, expert, -1)
 
 
 def _tiles(routing: Routing, num_experts: int) -> list[pt.Lanes]:
-    """Returns the experts, in one or several tiles of two axes, and which of them exist.
+    """Return the indices of the experts, in one or several tiles of two axes, and the mask of those that exist.
 
     A tile with groups is [groups, experts of a group]. Without groups each tile has an expert per lane of a warp, so that
     every warp holds all of them, and no reduction has to wait for other warps.
@@ -166,18 +166,18 @@ def _tiles(routing: Routing, num_experts: int) -> list[pt.Lanes]:
         exists = is_group[:, None] & is_of_group[None, :]
         return [(jnp.where(exists, group[:, None] * size + of_group[None, :], num_experts), exists)]
     lane, _ = pt.lanes(0, _WARP, _WARP)
-    experts = [(number * _WARP + lane)[None, :] for number in range(-(-num_experts // _WARP))]
+    experts = [(n * _WARP + lane)[None, :] for n in range(-(-num_experts // _WARP))]
     return [(expert, expert < num_experts) for expert in experts]
 
 
 def _of_best_groups(choice: jax.Array, routing: Routing, num_experts: int) -> jax.Array:
-    """Returns what is to be maximised, [groups, experts of a group], with -inf outside the best groups."""
+    """Return score + bias, [groups, experts of a group], with -inf outside the best groups."""
     size = num_experts // routing.groups
     group, is_group = pt.lanes(0, choice.shape[0], routing.groups)
     of_group, _ = pt.lanes(0, choice.shape[1], size)
     best = jnp.max(choice, axis=1)
-    place = jnp.min(jnp.where(choice == best[:, None], of_group[None, :], size), axis=1)
-    second = jnp.max(jnp.where(of_group[None, :] == place[:, None], -jnp.inf, choice), axis=1)
+    first = jnp.min(jnp.where(choice == best[:, None], of_group[None, :], size), axis=1)
+    second = jnp.max(jnp.where(of_group[None, :] == first[:, None], -jnp.inf, choice), axis=1)
     group_scores, allowed = jnp.where(is_group, best + second, -jnp.inf), jnp.zeros(group.shape, jnp.int32)
     for _ in range(routing.top_groups):
         chosen_group = jnp.min(jnp.where(group_scores == jnp.max(group_scores, axis=0), group, routing.groups), axis=0)
@@ -189,9 +189,9 @@ def _of_best_groups(choice: jax.Array, routing: Routing, num_experts: int) -> ja
 def _kernel(refs, *, routing: Routing):
     token = pt.program_id(0)
     chosen, weigh = choose(refs, token, routing)
-    place, is_place = pt.lanes(0, chosen.shape[0], routing.chosen)
-    pt.store(refs.chosen.at[token, place], chosen, mask=is_place)
-    pt.store(refs.weights.at[token, place], weigh(), mask=is_place)
+    rank, exists = pt.lanes(0, chosen.shape[0], routing.chosen)
+    pt.store(refs.chosen.at[token, rank], chosen, mask=exists)
+    pt.store(refs.weights.at[token, rank], weigh(), mask=exists)
 
 
 def triton(logits, bias, valid, *, routing: Routing, run: Run):

@@ -26,31 +26,31 @@ from pallas_kernels.mixture_of_experts.routing import Routing
 
 @checked
 def choose_experts(
-    logits: Float[Array, "tokens outputs"] | Float[Array, "shares tokens outputs"],
+    logits: Float[Array, "tokens outputs"] | Float[Array, "splits tokens outputs"],
     routing: Routing,
     *,
     bias: Float32[Array, " experts"] | None = None,
     valid: Bool[Array, " tokens"] | None = None,
     run: Run = Run(),
 ) -> tuple[Int32[Array, "tokens chosen"], Float32[Array, "tokens chosen"]]:
-    """Chooses each token's experts, those with the largest score + bias, and weights them by their scores.
+    """Choose each token's experts, which have the largest score + bias, and weight them by their scores.
 
-    Of equal sums, that of the lower index is chosen. Shared experts, which every token has, follow the others in number and
-    in order. All arithmetic is float32.
+    Of experts with equal sums, the lower index is chosen first. Shared experts, which every token has, come after the others
+    in index and in order. All arithmetic is float32.
 
     Args:
-        logits: The router's outputs, one for each expert that is not shared; or sums whose total over the shares they are:
-            see `linear_sums`.
-        routing: How many experts a token has, how their scores follow from the logits, and their weights from the scores.
+        logits: The router's outputs, one for each expert that is not shared; or their split-K partial sums: see
+            `linear_sums`.
+        routing: The number of a token's experts, the function from logits to scores, and from scores to weights.
         bias: Added to the scores for the choice only. None is 0.
-        valid: False for padding tokens, which get no experts. None means that there are none.
+        valid: False for padding tokens, which get no experts. None if no token is padding.
         run: How it runs: by "xla" or "triton". There is no configuration.
 
     Returns:
         The `routing.chosen` experts of each token, the best one first, and their weights. A padding token's experts are -1.
 
     Raises:
-        ValueError: if a shape, a dtype or a number breaks the contract.
+        ValueError: if a shape, a dtype or a field of `routing` breaks the contract.
     """
     run = run.checked("choose_experts", None)
     routing = routing.checked("choose_experts", logits, bias)
@@ -83,12 +83,12 @@ def mixture_of_experts(
     out_dtype: str | None = None,
     run: Run = Run(),
 ) -> Float[Array, "tokens hidden"]:
-    """Computes the weighted sum of each token's experts.
+    """Compute the weighted sum of the outputs of each token's experts.
 
-    The equation is at the top of this file. A token's result does not depend on other tokens, to the bit, and not on where
-    it stands among them. An expert's weights are read only if a token has chosen it, and "triton" reads them once for each
+    The equation is at the top of this file. A token's result does not depend on other tokens, to the bit, nor on its
+    index among them. An expert's weights are read only if a token has chosen it, and "triton" reads them once for each
     tile of pairs of that expert: see `config.Config`. The number of tokens selects the configuration, so a token may have
-    other bits in a call of another size. What a token without experts holds, NaN included, never reaches a result.
+    other bits in a call of another size. The inputs of a token without experts, NaN included, never reach a result.
 
     Numerics: products, activations and the weighted sum are float32; the activation's result and an expert's output are
     rounded to the dtype of `x`, and the sum to `out_dtype`. "triton" does not round the outputs of a single token's experts.
@@ -99,8 +99,8 @@ def mixture_of_experts(
         x: Inputs.
         up: First weights of all experts, [gate; up] along `up_size` for "swiglu".
         down: Second weights of all experts.
-        chosen: The experts of each token, which may repeat. An index that no expert has, such as -1, stands for none.
-        weights: The weight of each of them.
+        chosen: The experts of each token, which may repeat. An index out of range, such as -1, stands for none.
+        weights: The routing weight of each expert in `chosen`.
         activation: "swiglu", silu(gate) * up, for which `up_size` is 2 * size; or "relu2", relu(up) ** 2, for which it is
             size.
         out_dtype: Dtype of the result; None is that of `x`.
@@ -132,13 +132,13 @@ def mixture_of_experts_sums(
     *,
     activation: Activation = "swiglu",
     run: Run = Run(),
-) -> Float[Array, "shares tokens hidden"]:
-    """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
+) -> Float[Array, "splits tokens hidden"]:
+    """Compute the weighted sum of the outputs of each token's experts, in partial sums that the caller adds up.
 
-    What reads the weighted sum, such as `add_rms_norm`, adds the shares on the way, and no kernel is launched for it. There
-    is a share for each of a token's experts, in order: its weighted output, in x's dtype, which is rounded once. It is 0
-    for none. A single token has one share, its whole sum in float32, and its experts' outputs are not rounded. Otherwise
-    arguments, numerics and errors are those of `mixture_of_experts`.
+    The op that reads the weighted sum, such as `add_rms_norm`, adds the partial sums as it reads them, so no kernel is
+    launched for it. There is one for each of a token's experts, in order: the expert's weighted output, rounded once to x's
+    dtype, or 0 for no expert. A single token has one, the whole sum in float32, and its experts' outputs are not rounded.
+    See `mixture_of_experts` for the arguments and errors, and for all other numerics.
     """
     run = run.checked("mixture_of_experts_sums", Config)
     _check("mixture_of_experts_sums", x, up, down, activation)
@@ -151,7 +151,7 @@ def mixture_of_experts_sums(
 @checked
 def routed_experts_sums(
     x: Float[Array, "tokens hidden"],
-    logits: Float[Array, "tokens outputs"] | Float[Array, "shares tokens outputs"],
+    logits: Float[Array, "tokens outputs"] | Float[Array, "splits tokens outputs"],
     up: Float[Array, "experts up_size hidden"],
     down: Float[Array, "experts hidden size"],
     routing: Routing,
@@ -160,14 +160,14 @@ def routed_experts_sums(
     valid: Bool[Array, " tokens"] | None = None,
     activation: Activation = "swiglu",
     run: Run = Run(),
-) -> Float[Array, "shares tokens hidden"]:
-    """Chooses each token's experts, and computes the weighted sum of their outputs, in shares that the caller adds up.
+) -> Float[Array, "splits tokens hidden"]:
+    """Choose each token's experts, and compute `mixture_of_experts_sums` of them.
 
-    It is `mixture_of_experts_sums` of what `choose_experts` returns: see there. With a single token, "triton" launches no
-    kernel for the choice: every program of the first product chooses its expert for itself.
+    See `choose_experts` and `mixture_of_experts_sums` for the arguments and numerics. With a single token, "triton" launches
+    no kernel for the choice: every program of the first product chooses its expert for itself.
 
     Raises:
-        ValueError: if a shape, a dtype or a number breaks the contract.
+        ValueError: if a shape, a dtype or a field of `routing` breaks the contract.
         UnsupportedError: if `run` names "triton" and the kernels cannot run these arguments.
     """
     run = run.checked("routed_experts_sums", Config)
@@ -186,10 +186,10 @@ def _check(name: str, x: jax.Array, up: jax.Array, down: jax.Array, activation: 
         activation in ACTIVATIONS,
         f"{name}: activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}",
     )
-    parts = ACTIVATIONS[activation].parts
+    projections = ACTIVATIONS[activation].projections
     require(
-        up.shape[1] == parts * down.shape[2],
-        f"{name}: up must have {parts} x {down.shape[2]} outputs for {activation!r}, got {up.shape[1]}",
+        up.shape[1] == projections * down.shape[2],
+        f"{name}: up must have {projections} x {down.shape[2]} outputs for {activation!r}, got {up.shape[1]}",
     )
     require(
         up.dtype == x.dtype and down.dtype == x.dtype,

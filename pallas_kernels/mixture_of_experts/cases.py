@@ -21,8 +21,8 @@ class Case:
 
     @property
     def up_size(self) -> int:
-        """The outputs of an expert's first product."""
-        return ACTIVATIONS[self.activation].parts * self.size
+        """The number of outputs of an expert's first product."""
+        return ACTIVATIONS[self.activation].projections * self.size
 
 
 _JAMBA: dict[str, Any] = dict(experts=16, top_k=2, hidden=4096, size=14336)

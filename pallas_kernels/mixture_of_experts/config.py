@@ -7,17 +7,17 @@ from pallas_kernels._check import check_config
 
 @dataclass(frozen=True)
 class Product:
-    """How one of the two products is cut. Sizes are powers of two, and at least 16 unless there is a single token.
+    """How one of the two products is tiled. Sizes are powers of two, and at least 16 unless there is a single token.
 
     Attributes:
         columns: The number of an expert's outputs per program.
-        depth: The number of inputs that are multiplied at a time.
+        depth: The number of inputs of a tile.
         num_warps: Warps of a program.
-        num_stages: The software-pipelining depth of the loop over inputs. The kernels of a single token load so many blocks
-            of `depth` inputs at once.
+        num_stages: The software-pipelining depth of the loop over inputs. The kernels of a single token load
+            `num_stages` blocks of `depth` inputs per iteration.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field is out of range.
     """
 
     columns: int
@@ -36,16 +36,16 @@ class Config:
     Attributes:
         rows: The most pairs of a tile, all of one expert. A power of two, at least 16; or 1 for the kernels of a single
             token.
-        up: The first product. With "swiglu", a program has `columns` gates and as many others.
+        up: The first product. With "swiglu", a program has `columns` outputs of the gate and of the up projection each.
         down: The second product.
         searched_pairs: The most pairs of a call in which programs find their tiles themselves. More pairs are sorted first,
             which takes two launches.
-        short_rows: The most pairs of a sorted tile that is multiplied as a smaller one, because rows that do not exist take
-            as long as others. None has no smaller tiles. An instruction of Hopper's tensor cores has 64 rows, in both sizes
+        short_rows: The most pairs of a sorted tile that is multiplied as a smaller one, because rows of padding take as
+            long as others. None has no smaller tiles. An instruction of Hopper's tensor cores has 64 rows, in both sizes
             of tiles, so a pair has the same bits in both.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field is out of range.
     """
 
     rows: int
@@ -61,21 +61,21 @@ class Config:
             check_config("mixture_of_experts", product, columns=least)
 
 
-def config_of_one_token(itemsize: int, parts: int) -> Config:
-    """The configuration for a single token, with elements of `itemsize` bytes and `parts` parts of the first product.
+def config_of_one_token(itemsize: int, projections: int) -> Config:
+    """Return the configuration for a single token, `itemsize` bytes per element and `projections` of the first product.
 
     A program is one warp, whose threads load 16 bytes at a time.
     """
     depth = 512 // itemsize
-    return Config(1, Product(1, depth, 1, 16 // parts), Product(1, depth, 1, 18))
+    return Config(1, Product(1, depth, 1, 16 // projections), Product(1, depth, 1, 18))
 
 
 def default_config(num_pairs: int, experts: int, itemsize: int) -> Config:
-    """The configuration for `num_pairs` pairs over `experts` experts, with elements of `itemsize` bytes.
+    """Return the configuration for `num_pairs` pairs over `experts` experts, with elements of `itemsize` bytes.
 
-    Decode rows give an expert few pairs, and its weights have to come quickly. Prompts give it many, and tiles are as large
-    as tensor cores want them. For two-byte elements, the sizes are among the fastest of `benchmarks.experts --tune` for 16,
-    64, 2048 and 8192 tokens of Qwen3.5-35B-A3B on an H200 with JAX 0.11.2.
+    Decode rows give an expert few pairs, so its products are bound by reading weights. Prompts give it many, so its tiles
+    are as large as tensor cores need them. For two-byte elements, the sizes are among the fastest of
+    `benchmarks.experts --tune` for 16, 64, 2048 and 8192 tokens of Qwen3.5-35B-A3B on an H200 with JAX 0.11.2.
     """
     each = num_pairs / experts
     if itemsize == 4:

@@ -1,4 +1,4 @@
-"""mixture_of_experts as a Pallas kernel that runs twice: tiles of pairs of one expert times that expert's weights."""
+"""mixture_of_experts as a Pallas kernel that runs twice: tiles of pairs of one expert times the expert's weights."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ from pallas_kernels.mixture_of_experts.config import Config, Product, config_of_
 from pallas_kernels.mixture_of_experts.routing import Routing
 from pallas_kernels.mixture_of_experts.xla import weighted_sum
 
-_BLOCK = 128  # pairs that a program looks at together while it finds its tile
+_BLOCK = 128  # pairs per iteration of the search for a program's tile
 
 
 def unsupported(x) -> str | None:
-    """Returns why the kernels cannot run these arguments, or None if they can."""
+    """Return why the kernels cannot run these arguments, or None if they can."""
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"x must be float32, bfloat16 or float16, got {x.dtype}"
     return None
@@ -33,11 +33,11 @@ class _Tile(NamedTuple):
 
     Attributes:
         expert: Their expert.
-        any_exists: Whether there are any.
-        find: Returns the pairs' numbers [rows], and which of them exist. The tile has at most `rows`. A pair that does not
-            exist has a number that no pair has: interpreted, a masked store writes the old value, which would undo another
-            lane's store.
-        length: The number of pairs, where it is known.
+        any_exists: Whether the tile has pairs.
+        find: Returns the pairs' indices [rows], and the mask of those that exist, given `rows`, the most pairs of the tile.
+            A pair that does not exist gets an index out of range: interpreted, a masked store writes the old value, which
+            would undo another lane's store.
+        length: The number of pairs; None if it is not known.
     """
 
     expert: jax.Array
@@ -47,15 +47,15 @@ class _Tile(NamedTuple):
 
 
 def _own_tile(refs, rows: int, experts: int) -> _Tile:
-    """The tile that begins with the program's pair.
+    """Return the tile that begins with the program's pair.
 
-    A tile begins with every `rows`-th of an expert's pairs, so the programs of most pairs have none.
+    A tile begins with every `rows`-th of an expert's pairs, so the programs of most pairs have no tile.
     """
     begin, num_pairs = pt.program_id(1), refs.chosen.shape[0]
     expert = refs.chosen[begin]
 
     def same(pair):
-        """Whether each pair has the program's expert, as int32."""
+        """Return 1 for each pair that has the program's expert, else 0, as int32."""
         return (pt.load(refs.chosen.at[pair], mask=pair < num_pairs, other=-1) == expert).astype(jnp.int32)
 
     every, _ = pt.lanes(0, pt.power_of_two(num_pairs), num_pairs)
@@ -65,13 +65,13 @@ def _own_tile(refs, rows: int, experts: int) -> _Tile:
         lane, _ = pt.lanes(0, rows, rows)
 
         def search(block, carry):
-            """Looks for the tile's pairs in a block of all pairs. Before it, `seen` pairs of the tile were found."""
+            """Find the tile's pairs in a block of all pairs. `seen` is the number of its pairs before the block."""
             seen, found = carry
             pair, _ = pt.lanes(block, _BLOCK, num_pairs)
             own = jnp.where(pair >= begin, same(pair), 0)
-            place = jnp.where(own == 1, seen + jnp.cumsum(own, axis=0, dtype=jnp.int32) - 1, -1)
-            numbers = jnp.max(jnp.where(place[None, :] == lane[:, None], pair[None, :] + 1, 0), axis=1)
-            return seen + jnp.sum(own, axis=0, dtype=jnp.int32), jnp.maximum(found, numbers)
+            index = jnp.where(own == 1, seen + jnp.cumsum(own, axis=0, dtype=jnp.int32) - 1, -1)
+            pairs = jnp.max(jnp.where(index[None, :] == lane[:, None], pair[None, :] + 1, 0), axis=1)
+            return seen + jnp.sum(own, axis=0, dtype=jnp.int32), jnp.maximum(found, pairs)
 
         carry = jnp.int32(0), jnp.zeros((rows,), jnp.int32)
         blocks = jnp.int32(-(-num_pairs // _BLOCK))
@@ -83,16 +83,16 @@ def _own_tile(refs, rows: int, experts: int) -> _Tile:
 
 
 def _sorted_tile(refs, experts: int) -> _Tile:
-    """The tile that `tiles_by_kernels` has cut for the program."""
-    number = pt.program_id(1)
-    start, length = refs.start[number], refs.length[number]
+    """Return the program's tile of `tiles_by_kernels`."""
+    own = pt.program_id(1)
+    start, length = refs.start[own], refs.length[own]
 
     def find(rows):
         lane, _ = pt.lanes(0, rows, rows)
         exists = lane < length
         return pt.load(refs.order.at[start + lane], mask=exists, other=refs.order.shape[0]), exists
 
-    return _Tile(refs.expert[number], (length > 0) & (refs.expert[number] < experts), find, length)
+    return _Tile(refs.expert[own], (length > 0) & (refs.expert[own] < experts), find, length)
 
 
 def _kernel(
@@ -101,48 +101,48 @@ def _kernel(
     config: Config,
     product: Product,
     pairs_per_input: int,
-    parts: int,
+    projections: int,
     activate: Callable[..., jax.Array],
     interpret: bool,
 ):
-    """Computes `product.columns` outputs of a tile of pairs of one expert, in each part of the expert's weights.
+    """Compute `product.columns` outputs of a tile of pairs of one expert, in each of its projections.
 
-    `refs.out` is [choices, pairs / choices, outputs]. With `refs.factors`, each pair's result is multiplied by its own, and
-    the result of a pair without an expert is 0.
+    `refs.out` is [choices, pairs / choices, outputs]. With `refs.factors`, each pair's result is multiplied by its factor,
+    and the result of a pair without an expert is 0.
     """
     experts, outputs, inputs = refs.weights.shape
-    outputs = outputs // parts
+    outputs = outputs // projections
     depth = min(product.depth, max(16, pt.power_of_two(inputs)))
     is_sorted = refs.order is not None
     tile = _sorted_tile(refs, experts) if is_sorted else _own_tile(refs, config.rows, experts)
     column, is_column = pt.lanes(pt.program_id(0), product.columns, outputs)
     is_column = None if outputs % product.columns == 0 else is_column
 
-    def place(pair):
-        """The first two indices of a pair's outputs."""
+    def indices_of(pair):
+        """Return the first two indices of a pair's outputs."""
         choices = jnp.int32(refs.out.shape[0])
         return jax.lax.rem(pair, choices), jax.lax.div(pair, choices)
 
     if refs.factors is not None:
-        # No searched tile has a pair without an expert, but the program with its number has nothing else to do.
+        # No searched tile has a pair without an expert, but the program of such a pair has no other work.
         own = pt.program_id(1)
 
         @pt.when((tile.expert < 0) | (tile.expert >= experts))
         def _():
             pair, exists = (own[None], jnp.full((1,), True)) if refs.order is None else tile.find(config.rows)
-            choice, row = place(pair)
+            choice, row = indices_of(pair)
             mask = exists[:, None] & (column < outputs)[None, :]
             zeros = jnp.zeros(mask.shape, refs.out.dtype)
             pt.store(refs.out.at[choice[:, None], row[:, None], column[None, :]], zeros, mask=mask)
 
     def run(rows):
-        """Computes a tile of at most `rows` pairs."""
+        """Compute a tile of at most `rows` pairs."""
         pair, exists = tile.find(rows)
         source = jax.lax.div(pair, jnp.int32(pairs_per_input))
         lane, _ = pt.lanes(0, depth, depth)
 
         def load(ref, index, inside, channel):
-            """Loads a tile [indices, channels] of `ref`; None for `inside` means that all indices are."""
+            """Load a tile [indices, channels] of `ref`. `inside` is the mask of the indices; None if all exist."""
             mask = None if inside is None else inside[:, None]
             if inputs % depth:
                 has_channel = (channel < inputs)[None, :]
@@ -152,23 +152,23 @@ def _kernel(
                 return pt.load(at)
             return pt.load(at, mask=jnp.broadcast_to(mask, (*index[-1].shape, depth)), other=0.0)
 
-        def advance(turn, sums):
-            channel = turn * depth + lane
+        def advance(block, sums):
+            channel = block * depth + lane
             x = load(refs.x, (source,), exists, channel)
             return [
-                sum_ + dot(x, load(refs.weights, (tile.expert, part * outputs + column), is_column, channel),
+                sum_ + dot(x, load(refs.weights, (tile.expert, projection * outputs + column), is_column, channel),
                            contract=(1, 1), interpret=interpret)
-                for part, sum_ in enumerate(sums)
+                for projection, sum_ in enumerate(sums)
             ]  # fmt: skip
 
-        sums = [jnp.zeros((rows, product.columns), jnp.float32)] * parts
+        sums = [jnp.zeros((rows, product.columns), jnp.float32)] * projections
         sums = jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-inputs // depth)), advance, sums)
         mask = exists[:, None] if is_column is None else exists[:, None] & is_column[None, :]
         mask = jnp.broadcast_to(mask, (rows, product.columns))
         out = activate(*sums)
         if refs.factors is not None:
             out = out * pt.load(refs.factors.at[pair], mask=exists, other=0.0)[:, None]
-        choice, row = place(pair)
+        choice, row = indices_of(pair)
         pt.store(refs.out.at[choice[:, None], row[:, None], column[None, :]], out.astype(refs.out.dtype), mask=mask)
 
     if tile.length is None or config.short_rows is None:
@@ -180,7 +180,7 @@ def _kernel(
 
 
 class _Launch(NamedTuple):
-    """What both products' launches have in common: see `_kernel`."""
+    """The arguments of `_kernel` that both products' launches share."""
 
     config: Config
     interpret: bool
@@ -198,7 +198,7 @@ class _Launch(NamedTuple):
         factors: jax.Array | None = None,
         **options: Any,
     ) -> jax.Array:
-        """Launches a product. `pairs` say what the tiles are, of which there are at most `slots`."""
+        """Launch a product. `pairs` describes the tiles, of which there are at most `slots`."""
         return pt.call(
             functools.partial(_kernel, product=product, **self._asdict(), **options),
             name=f"mixture_of_experts_{name}",
@@ -223,9 +223,9 @@ class _Launch(NamedTuple):
         factors: jax.Array | None = None,
         choices: int = 1,
     ) -> jax.Array:
-        """Runs the second product, whose outputs are [choices, pairs / choices, hidden]."""
+        """Run the second product, whose outputs are [choices, pairs / choices, hidden]."""
         out = jax.ShapeDtypeStruct((choices, middle.shape[0] // choices, down.shape[1]), middle.dtype)
-        options = dict(pairs_per_input=1, parts=1, activate=lambda sum_: sum_, factors=factors, slots=slots)
+        options = dict(pairs_per_input=1, projections=1, activate=lambda sum_: sum_, factors=factors, slots=slots)
         return self.multiply("down", middle, down, product, pairs, out, **options)
 
 
@@ -240,11 +240,11 @@ def _launch(
     config: Config,
     interpret: bool,
 ) -> jax.Array:
-    """Runs both products.
+    """Run both products.
 
     Returns:
         The outputs of each pair, rounded to the dtype of `x`, [1, tokens * top_k, hidden]. With `factors`, float32
-        [tokens, top_k], they are multiplied by them before that, and [top_k, tokens, hidden].
+        [tokens, top_k], the outputs are multiplied by them before rounding, and are [top_k, tokens, hidden].
     """
     (experts, _, size), top_k, num_pairs = down.shape, chosen.shape[1], chosen.size
     flat = chosen.reshape(-1)
@@ -254,19 +254,19 @@ def _launch(
         cut = tiles_by_kernels(flat, experts, config.rows, has_rest=factors is not None, interpret=interpret)
         pairs, slots = cut._asdict(), cut.start.shape[0]
     launch = _Launch(config, interpret)
-    parts, activate = ACTIVATIONS[activation]
+    projections, activate = ACTIVATIONS[activation]
     out = jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype)
-    options = dict(pairs_per_input=top_k, parts=parts, activate=activate, slots=slots)
+    options = dict(pairs_per_input=top_k, projections=projections, activate=activate, slots=slots)
     middle = launch.multiply("up", x, up, config.up, pairs, out, **options)[0]
     choices, factors = (1, None) if factors is None else (top_k, factors.reshape(-1))
     return launch.down(middle, down, config.down, pairs, slots=slots, factors=factors, choices=choices)
 
 
 def _config(tokens: int, top_k: int, down: jax.Array, activation: str) -> Config:
-    """The default configuration for tokens that have `top_k` experts each."""
+    """Return the default configuration for tokens that have `top_k` experts each."""
     itemsize = down.dtype.itemsize
     if tokens == 1:
-        return config_of_one_token(itemsize, ACTIVATIONS[activation].parts)
+        return config_of_one_token(itemsize, ACTIVATIONS[activation].projections)
     return default_config(tokens * top_k, down.shape[0], itemsize)
 
 
@@ -314,7 +314,7 @@ def mixture_of_experts(
 
 
 def mixture_of_experts_sums(x, up, down, chosen, weights, *, activation: str, run: Run):
-    """See api.py. There is a share for each expert of a token, and one share of a single token."""
+    """See api.py. There is a partial sum for each expert of a token, and only one for a single token."""
     if x.shape[0] == 1:
         options = dict(activation=activation, out_dtype="float32", run=run)
         return mixture_of_experts(x, up, down, chosen, weights, **options).reshape(1, *x.shape)

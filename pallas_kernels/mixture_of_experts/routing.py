@@ -1,4 +1,4 @@
-"""How a router's outputs choose the experts of a token."""
+"""The rule by which a router's outputs choose the experts of a token."""
 
 import functools
 import operator
@@ -16,22 +16,22 @@ Scores: TypeAlias = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, kw_only=True)
 class Routing(Arguments):
-    """How a router's outputs choose a token's experts, and weight them. It is static.
+    """The rule by which a router's outputs choose a token's experts, and weight them. It is static.
 
-    Shared experts, which every token has, follow the others in number and in order.
+    Shared experts, which every token has, come after the others in index and in order.
 
     Attributes:
         top_k: The number of experts per token, shared ones not included.
-        scores: The function that takes a token's logits to scores: "softmax" over all experts, or "sigmoid" of each.
+        scores: The function from a token's logits to scores: "softmax" over all experts, or "sigmoid" of each.
         groups: The number of groups of consecutive experts, of equal size.
-        top_groups: The number of groups from which a token's experts come: those whose two best experts have the largest
-            sum of score + bias.
+        top_groups: The number of groups from which a token's experts come: the groups whose two best experts have the
+            largest sum of score + bias.
         shared: The number of shared experts.
-        shared_gate: Whether the logits have one output more, the last, whose sigmoid is the weight of the shared experts. It
-            is 1 otherwise.
+        shared_gate: Whether the router has one more output, the last, whose sigmoid is the weight of the shared experts.
+            Otherwise their weight is 1.
         renormalise: Whether the weights of a token's experts are scaled to the sum 1.
-        scale: Factor of the weights, after that.
-        logits_dtype: The dtype to which the total of the logits' shares is rounded. None does not round it.
+        scale: Factor of the weights, applied after `renormalise`.
+        logits_dtype: The dtype to which the total of the logits' partial sums is rounded. None does not round it.
     """
 
     top_k: int
@@ -50,22 +50,22 @@ class Routing(Arguments):
         return self.top_k + self.shared
 
     def routed(self, logits: Any) -> int:
-        """Returns the number of experts that are not shared, of logits [..., outputs]."""
+        """Return the number of experts that are not shared, given logits [..., outputs]."""
         return logits.shape[-1] - self.shared_gate
 
-    def total(self, shares: Iterable[jax.Array]) -> jax.Array:
-        """Adds the shares of logits in float32 and rounds the total."""
-        total = functools.reduce(operator.add, [share.astype(jnp.float32) for share in shares])
+    def total(self, partial_sums: Iterable[jax.Array]) -> jax.Array:
+        """Add the partial sums of logits in float32, and round the total to `logits_dtype`."""
+        total = functools.reduce(operator.add, [one.astype(jnp.float32) for one in partial_sums])
         return total.astype(self.logits_dtype or jnp.float32).astype(jnp.float32)
 
     def checked(self, op: str, logits: jax.Array, bias: jax.Array | None) -> "Routing":
-        """Returns itself for op `op`, whose logits are [tokens, outputs] or [shares, tokens, outputs].
+        """Return itself for op `op`, whose logits are [tokens, outputs] or [splits, tokens, outputs].
 
         Raises:
-            ValueError: A field cannot be that of these logits, or they are no shares, or the bias is of other experts.
+            ValueError: A field does not fit the logits, the axis `splits` is empty, or `bias` does not fit the experts.
         """
         experts = self.routed(logits)
-        require(logits.ndim == 2 or logits.shape[0] >= 1, f"{op}: logits must have at least one share, got none")
+        require(logits.ndim == 2 or logits.shape[0] >= 1, f"{op}: logits must have at least one partial sum, got none")
         if bias is not None and bias.shape[0] != experts:
             raise ValueError(f"{op}: bias must have an element for each of {experts} experts, got {bias.shape[0]}")
         field, groups, top_groups = f"{op}: routing", self.groups, self.top_groups

@@ -15,10 +15,10 @@ _ELEMENTS = 1 << 26
 
 
 def _weighted(outputs, chosen, weights, experts: int):
-    """Multiplies the outputs of each pair by its weight, in float32.
+    """Multiply the outputs of each pair by its routing weight, in float32.
 
     Args:
-        outputs: The output of each pair; anything for pairs without an expert. [tokens * top_k, hidden]
+        outputs: The output of each pair, undefined for pairs without an expert. [tokens * top_k, hidden]
         chosen: [tokens, top_k]
         weights: [tokens, top_k]
         experts: The number of experts.
@@ -32,17 +32,17 @@ def _weighted(outputs, chosen, weights, experts: int):
 
 
 def weighted_sum(outputs, chosen, weights, experts: int, out_dtype: str):
-    """Adds up the outputs of each token's experts in float32, to [tokens, hidden].
+    """Add up the weighted outputs of each token's experts in float32, to [tokens, hidden].
 
-    `out_dtype` is the dtype of the result. The other arguments are those of `_weighted`.
+    `out_dtype` is the dtype of the result. See `_weighted` for the other arguments.
     """
     return jnp.sum(_weighted(outputs, chosen, weights, experts), axis=1).astype(out_dtype)
 
 
 def _outputs(x, up, down, chosen, activation: str, dtype):
-    """Computes the outputs [tokens * top_k, hidden] of all pairs in `dtype`."""
+    """Compute the outputs [tokens * top_k, hidden] of all pairs in `dtype`."""
     (experts, hidden, _), top_k = down.shape, chosen.shape[1]
-    pairs, (parts, activate) = chosen.size, ACTIVATIONS[activation]
+    pairs, (projections, activate) = chosen.size, ACTIVATIONS[activation]
     # In a decode step most experts have one pair, so larger tiles would consist of padding.
     rows = min(128, max(8, 1 << (pairs // experts).bit_length()))
     cut = tiles(chosen.reshape(-1), experts, rows)
@@ -57,7 +57,7 @@ def _outputs(x, up, down, chosen, activation: str, dtype):
     def run(tile):
         expert, start, _ = tile
         token = cut.order.at[start + lane].get(mode="clip") // top_k
-        middle = activate(*jnp.split(product(x[token], up[expert]), parts, axis=1)).astype(x.dtype)
+        middle = activate(*jnp.split(product(x[token], up[expert]), projections, axis=1)).astype(x.dtype)
         return product(middle, down[expert]).astype(dtype)
 
     batch = max(1, _ELEMENTS // (up[0].size + down[0].size))
@@ -75,7 +75,7 @@ def mixture_of_experts(x, up, down, chosen, weights, *, activation: str, out_dty
 
 
 def mixture_of_experts_sums(x, up, down, chosen, weights, *, activation: str):
-    """See api.py. There is a share for each expert of a token, and one share of a single token."""
+    """See api.py. There is a partial sum for each expert of a token, and only one for a single token."""
     outputs = _outputs(x, up, down, chosen, activation, jnp.float32)
     if x.shape[0] == 1:
         return weighted_sum(outputs, chosen, weights, down.shape[0], "float32")[None]

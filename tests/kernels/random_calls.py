@@ -999,7 +999,7 @@ def _experts(draw: Draw, experts: int) -> tuple[dict[str, Any], str]:
     if not draw.runs and draw.chance(0.3):
         tokens, hidden, size = draw.one(1, 64, 300, 2048), draw.one(2048, 2688, 4096), draw.one(512, 1856, 14336)
     x = draw.array(dtype, tokens, hidden)
-    up = draw.array(dtype, experts, ACTIVATIONS[activation].parts * size, hidden, scale=hidden**-0.5)
+    up = draw.array(dtype, experts, ACTIVATIONS[activation].projections * size, hidden, scale=hidden**-0.5)
     return dict(
         x=x, up=up, down=draw.array(dtype, experts, hidden, size, scale=size**-0.5), activation=activation
     ), dtype
@@ -1018,7 +1018,7 @@ def _experts_config(draw: Draw, arguments: dict[str, Any], pairs: int) -> Any:
     itemsize = arguments["x"].dtype.itemsize
     default = experts_config.default_config(pairs, arguments["up"].shape[0], itemsize)
     if arguments["x"].shape[0] == 1:
-        default = experts_config.config_of_one_token(itemsize, ACTIVATIONS[arguments["activation"]].parts)
+        default = experts_config.config_of_one_token(itemsize, ACTIVATIONS[arguments["activation"]].projections)
     return configured(draw, default)
 
 

@@ -80,8 +80,8 @@ def test_equal_scores_choose_the_first_experts(implementation, groups):
         (dict(valid=jnp.ones(3, bool)), "valid must be Bool"),
         (dict(bias=jnp.zeros(11)), "bias must have an element for each of 12 experts, got 11"),
         (dict(shared=-1), "routing.shared must be at least 0, and at least 1 with shared_gate, got -1"),
-        (dict(logits=jnp.zeros((0, 2, 12))), "logits must have at least one share, got none"),
-        (dict(logits=jnp.zeros(12)), r"logits must be Float\[tokens outputs\] or Float\[shares tokens outputs\], got"),
+        (dict(logits=jnp.zeros((0, 2, 12))), "logits must have at least one partial sum, got none"),
+        (dict(logits=jnp.zeros(12)), r"logits must be Float\[tokens outputs\] or Float\[splits tokens outputs\], got"),
         (dict(top_k=None), "routing.top_k must be int, got None"),
         (dict(renormalise=1), "routing.renormalise must be bool, got 1"),
         (
