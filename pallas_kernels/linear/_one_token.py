@@ -1,4 +1,4 @@
-"""The body of linear's kernel for a single token: a program of one warp sums the products of a few outputs."""
+"""The body of linear's kernel for a single token: a program of one warp computes a few outputs by FMAs."""
 
 import functools
 import operator
@@ -11,20 +11,20 @@ from pallas_kernels.linear.config import Config
 
 
 def kernel(refs: pt.Refs, *, config: Config, parts: Sequence[int], is_gated: bool, interpret: bool) -> None:
-    """Writes `refs.sums` if there is such an output, and else the outputs `refs.part0`, `refs.part1`, ..
+    """Store the split-K partial sums to `refs.sums` if it exists, else the results to `refs.part0`, `refs.part1`, ..
 
-    A tile for tensor cores has 16 tokens and passes through shared memory. Here weights go from memory to the registers
-    in which they are multiplied, and all loads of a program are on their way before it uses the first one.
+    A tile for tensor cores has 16 tokens and passes through SMEM. Here weights go from GMEM to the registers in which they
+    are multiplied, and all loads of a program are issued before its first multiplication.
     """
     num_inputs, num_outputs = refs.x.shape[1], refs.weight.shape[0]
     width = num_outputs // (1 + is_gated)
-    share = pt.program_id(2)
+    split = pt.program_id(2)
     output, output_exists = pt.lanes(pt.program_id(1), config.outputs, width)
     rows = [half * width + output for half in range(1 + is_gated)]
-    per_share = -(-num_inputs // (config.shares * config.inputs))
-    blocks = [pt.lanes(share * per_share + block, config.inputs, num_inputs) for block in range(per_share)]
+    per_split = -(-num_inputs // (config.shares * config.inputs))
+    blocks = [pt.lanes(split * per_split + block, config.inputs, num_inputs) for block in range(per_split)]
 
-    # Without masks where tiles are full, because each mask is an instruction.
+    # Loads of full tiles are not predicated, because each mask is an instruction.
     is_full = num_inputs % (config.shares * config.inputs) == 0 and width % config.outputs == 0
 
     def take(ref, mask):
@@ -44,11 +44,11 @@ def kernel(refs: pt.Refs, *, config: Config, parts: Sequence[int], is_gated: boo
     sums = [total(tiles) for tiles in weights]
     if hasattr(refs, "sums"):
         for row, value in zip(rows, sums, strict=True):
-            pt.store(refs.sums.at[share, 0, row], value, mask=output_exists)
+            pt.store(refs.sums.at[split, 0, row], value, mask=output_exists)
         return
     if refs.bias is not None:
         load = lambda row: pt.load(refs.bias.at[row], mask=output_exists, other=0.0).astype(jnp.float32)
         sums = [value + load(row) for value, row in zip(sums, rows, strict=True)]
     out = pt.silu(sums[0], interpret) * sums[1] if is_gated else sums[0]
-    for ref, place, inside in pt.parts(refs, parts, output):
-        pt.store(ref.at[0, place], out.astype(ref.dtype), mask=output_exists & inside)
+    for ref, column, inside in pt.parts(refs, parts, output):
+        pt.store(ref.at[0, column], out.astype(ref.dtype), mask=output_exists & inside)

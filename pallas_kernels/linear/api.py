@@ -23,28 +23,28 @@ def linear(
     out_dtype: str | None = None,
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens _"], ...]:
-    """Multiplies every token by weights: y = x weight^T + bias, cut into parts.
+    """Multiply every token by weights: y = x weight^T + bias, cut into one array for each of `parts`.
 
     With `is_gated`, the first half of y is a gate: the result is silu(gate) * up, where up is the second half.
 
-    In a decode step the time of a product is that of reading its weights. The kernel reads them once, in tiles that keep
-    a GPU's memory busy. A call with more than `MAX_TOKENS` tokens runs XLA's product unless `run` names "triton".
+    In a decode step a product is bound by reading its weights. The kernel reads them once, in tiles that keep GMEM busy. A
+    call with more than `MAX_TOKENS` tokens runs XLA's product unless `run` names "triton".
 
     A token's result does not depend on other tokens, to the bit, as long as the number of tokens stays the same.
 
     Numerics: sums are float32, and so are bias and gate until the result is rounded once. If results of more than
     `MAX_TOKENS` tokens have the weights' dtype, "xla" rounds products to it before bias and gate. float32 products are
-    three products of tf32 in "triton", or float32 ones in its kernel of a single token, and Precision.HIGHEST in "xla".
+    three products of tf32 in "triton", or float32 FMAs in its kernel of a single token, and Precision.HIGHEST in "xla".
     There is no derivative.
 
     Args:
         x: Inputs.
-        weight: Weights, as files of Hugging Face hold them. They have x's dtype, or are float32 where x is narrower: x is
-            then converted on the way, without a copy.
-        bias: Added to y.
+        weight: Weights, in the layout of Hugging Face's files. They have x's dtype, or are float32 where x is narrower. The
+            kernel then converts x as it loads it, without a copy.
+        bias: Added to the product.
         is_gated: Whether the result is silu(gate) * up.
         parts: Sizes of the results, whose columns lie side by side in y, or in silu(gate) * up. None is one result.
-        out_dtype: Dtype of the results; None is that of the weights.
+        out_dtype: Dtype of the results; None is the weights' dtype.
         run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
@@ -72,16 +72,15 @@ def linear_sums(
     weight: Float[Array, "outputs inputs"],
     *,
     run: Run = Run(),
-) -> Float[Array, "shares tokens outputs"]:
-    """Multiplies every token by weights, and returns sums whose total over the shares is x weight^T.
+) -> Float[Array, "splits tokens outputs"]:
+    """Multiply every token by weights by split-K: the total of the partial sums over the splits is x weight^T.
 
-    A product with few outputs keeps a GPU busy only if several programs divide the inputs of each output among them. What
-    reads the product, such as `add_rms_norm`, adds their sums on the way, and no kernel is launched for it. How many shares
-    there are depends on shapes and `run` only, and how the product is divided among them on the implementation: "xla"
-    puts all of it into the first share.
+    A product with few outputs keeps a GPU busy only if several programs divide the inputs of each output among them. The op
+    that reads the product, such as `add_rms_norm`, adds their partial sums as it reads them, so no kernel is launched for
+    it. The number of splits depends on shapes and `run` only. "xla" puts the whole product into the first split.
 
-    The sums are float32. "xla" rounds those of more than `MAX_TOKENS` tokens to the weights' dtype, because writing and
-    reading float32 ones would take longer than the rest of the addition.
+    The partial sums are float32. "xla" rounds those of more than `MAX_TOKENS` tokens to the weights' dtype, because writing
+    and reading float32 would take longer than the rest of the addition.
 
     See `linear` for the arguments, numerics and errors.
     """
@@ -89,10 +88,10 @@ def linear_sums(
     _check_dtypes("linear_sums", x, weight)
     if x.shape[0] == 0:
         return jnp.zeros((1, 0, weight.shape[0]), jnp.float32)
-    shares = 1
+    splits = 1
     if run.implementation is not None or x.shape[0] <= MAX_TOKENS:
-        shares = (run.config or default_config(x, weight, is_summed=True)).shares
-    return _run("linear_sums", (x, weight), (("shares", shares),), run)
+        splits = (run.config or default_config(x, weight, is_summed=True)).shares
+    return _run("linear_sums", (x, weight), (("splits", splits),), run)
 
 
 def _check_dtypes(name: str, x: jax.Array, weight: jax.Array) -> None:

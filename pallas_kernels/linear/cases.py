@@ -13,9 +13,9 @@ class Case:
         inputs: Number of inputs.
         outputs: Rows of the weights.
         is_gated: Whether the result is silu(gate) * up.
-        is_summed: Whether it is a call of `linear_sums`.
-        dtype: Dtype of inputs, and of weights unless they have their own.
-        out_dtype: Dtype of the result; None is that of the weights.
+        is_summed: Whether the call is of `linear_sums`, by split-K.
+        dtype: Dtype of the inputs, and of the weights unless `own_dtype` is given.
+        out_dtype: Dtype of the result; None is the weights' dtype.
         own_dtype: Dtype of the weights; None is `dtype`.
     """
 
@@ -36,7 +36,7 @@ class Case:
 
 
 def products(tokens: int, devices: int = 1) -> tuple[Case, ...]:
-    """Returns the products of a step of Qwen3.5-4B, or what one of some devices has of them."""
+    """Return the products of a step of Qwen3.5-4B, or of the shard of one of `devices` devices."""
     name = f"{tokens}" if devices == 1 else f"{tokens} of {devices}"
     return (
         Case(f"delta net in {name}", tokens, 2560, 12352 // devices),

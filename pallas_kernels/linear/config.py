@@ -9,24 +9,25 @@ from pallas_kernels._check import check_config
 
 # A product of more tokens is bound by arithmetic, and XLA's own is faster.
 MAX_TOKENS = 64
-_PROGRAMS = 264  # two for each of an H200's cores
+_PROGRAMS = 264  # two for each of an H200's SMs
 
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel cuts a product. Sizes are powers of two.
+    """How the kernel tiles a product. Sizes are powers of two.
 
     Attributes:
         tokens: Tokens of a tile: at least 16, or 1 for the kernel of a single token.
         outputs: Outputs of a tile, at least 16 if it has 16 tokens.
-        inputs: Inputs that are multiplied at a time, at least 16. The kernel of a single token loads all inputs at once, in
+        inputs: Inputs of a tile, at least 16. The kernel of a single token loads all inputs at once, in
             blocks of this size.
-        shares: The number of programs that divide the inputs of a tile among them. Their sums are added by another kernel.
+        shares: The number of split-K programs, which divide the inputs of a tile of outputs among them. Another kernel adds
+            their partial sums.
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over inputs.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field is out of range.
     """
 
     tokens: int
@@ -42,9 +43,9 @@ class Config:
 
 
 def _of_one_token(row_bytes: int, itemsize: int, is_gated: bool) -> Config | None:
-    """Returns the configuration for a single token, or None if an output has more weights than registers hold.
+    """Return the configuration for a single token, or None if the weights of an output do not fit into registers.
 
-    A thread has about 20 loads of 16 bytes in flight, and a program is one warp, without shared memory.
+    A thread has about 20 loads of 16 bytes in flight, and a program is one warp, without SMEM.
     """
     if row_bytes * (1 + is_gated) > 20480:
         return None
@@ -59,7 +60,7 @@ def default_config(
     is_gated: bool = False,
     is_summed: bool = False,
 ) -> Config:
-    """Returns the configuration for a product.
+    """Return the configuration for a product.
 
     For bfloat16 it is among the fastest of `benchmarks.linear --tune` on an H200 with JAX 0.11.2. Where the GPU has less
     shared memory, fewer blocks of inputs are in flight.
@@ -68,34 +69,33 @@ def default_config(
         x: Inputs [tokens, inputs], of which only the shape is used.
         weight: Weights [outputs, inputs], of which only shape and dtype are used.
         is_gated: Whether a tile takes rows of both halves of the weights.
-        is_summed: Whether what reads the product adds up its shares. If not, that is a launch of its own.
+        is_summed: Whether the op that reads the product adds up its partial sums. If not, they take a launch of their own.
     """
     (num_tokens, num_inputs), num_outputs, itemsize = x.shape, weight.shape[0], weight.dtype.itemsize
-    # Fewer outputs are divided into shares, and more of them keep the memory busy anyhow.
+    # Products of fewer outputs take split-K, and tiles of more outputs keep the memory busy anyhow.
     if num_tokens == 1 and not is_summed and 32 * _PROGRAMS // 2 < num_outputs < 64 * 8 * _PROGRAMS:
         of_one = _of_one_token(num_inputs * itemsize, itemsize, is_gated)
         if of_one is not None:
             return of_one
     tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
-    num_warps, num_stages, shares = 4, 4, 1
+    num_warps, num_stages, splits = 4, 4, 1
     if is_gated:
         outputs, inputs = 64 if tokens == 16 else 128, 128 // itemsize
         num_warps, num_stages = (8, 6) if tokens == 32 else (4, 5)
-        # A share of a split model, or a small model, has fewer outputs than all cores need.
+        # A shard of a model over devices, or a small model, has fewer outputs than all SMs need.
         width = num_outputs // 2
         if tokens == 16 and width < 64 * _PROGRAMS // 2:
             outputs, inputs, num_stages = 32, (256 if width >= 32 * _PROGRAMS // 2 else 512) // itemsize, 4
         while tokens > 16 < outputs and width // outputs < _PROGRAMS // 4:
             outputs //= 2
     elif tokens == 16 and not is_summed and 32 * _PROGRAMS // 4 <= num_outputs <= 32 * _PROGRAMS // 2:
-        # Tiles for half of the cores or more: a part of a split model's projections.
+        # Tiles for half of the SMs or more: a shard of the projections of a model over devices.
         outputs, inputs, num_stages = 32, 256 // itemsize, 6
     elif num_outputs <= 32 * _PROGRAMS // 2:
-        # Too few tiles of outputs for all cores: several programs divide the inputs of each.
-        # More than four shares gain less than adding them costs.
+        # Too few tiles of outputs for all SMs: split-K. More than four splits gain less than adding them costs.
         outputs, inputs, num_stages = (64, 128 // itemsize, 6) if tokens == 64 else (32, 256 // itemsize, 4)
-        while shares < 4 and num_inputs > 2 * shares * inputs:
-            shares *= 2
+        while splits < 4 and num_inputs > 2 * splits * inputs:
+            splits *= 2
     elif tokens == 64:
         outputs, inputs, num_stages = 64, 128 // itemsize, 6
     elif num_outputs >= 64 * 8 * _PROGRAMS:
@@ -104,4 +104,4 @@ def default_config(
         outputs, inputs, num_warps = 32, 256 // itemsize, 2 if tokens == 16 else 4
     block_bytes = (tokens + (1 + is_gated) * outputs) * inputs * itemsize
     num_stages = min(num_stages, 1 + device.shared_bytes() // block_bytes)
-    return Config(tokens, outputs, inputs, shares, num_warps, num_stages)
+    return Config(tokens, outputs, inputs, splits, num_warps, num_stages)

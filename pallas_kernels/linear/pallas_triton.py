@@ -1,4 +1,4 @@
-"""linear as a Pallas kernel: each program multiplies a tile of tokens by the weights of some outputs."""
+"""linear as a Pallas kernel: each program multiplies a tile of tokens by the weights of a tile of outputs."""
 
 import functools
 import operator
@@ -15,20 +15,20 @@ from pallas_kernels.linear.config import Config, default_config
 
 
 def unsupported(x: jax.Array) -> str | None:
-    """Returns why the kernel cannot run these arguments, or None if it can."""
+    """Return why the kernel cannot run these arguments, or None if it can."""
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"x must be float32, bfloat16 or float16, got {x.dtype}"
     return None
 
 
 def _kernel(refs, *, config: Config, parts: Sequence[int], is_gated: bool, interpret: bool):
-    """Writes `refs.sums` if there is such an output, and else the outputs `refs.part0`, `refs.part1`, .."""
+    """Store the split-K partial sums to `refs.sums` if it exists, else the results to `refs.part0`, `refs.part1`, .."""
     (num_tokens, num_inputs), num_outputs = refs.x.shape, refs.weight.shape[0]
     width = num_outputs // (1 + is_gated)
-    # The programs of one tile of weights are neighbours, so that all but the first find it in the L2.
+    # The programs of one tile of weights are neighbours, so that only the first reads it from GMEM, the others from L2.
     token, token_exists = pt.lanes(pt.program_id(0), config.tokens, num_tokens)
     output, output_exists = pt.lanes(pt.program_id(1), config.outputs, width)
-    share = pt.program_id(2)
+    split = pt.program_id(2)
     rows = [half * width + output for half in range(1 + is_gated)]
     lane, _ = pt.lanes(0, config.inputs, config.inputs)
 
@@ -48,21 +48,21 @@ def _kernel(refs, *, config: Config, parts: Sequence[int], is_gated: bool, inter
         ]
 
     blocks = -(-num_inputs // config.inputs)
-    per_share = -(-blocks // config.shares)
-    first = share * per_share
+    per_split = -(-blocks // config.shares)
+    first = split * per_split
     sums = [jnp.zeros((config.tokens, config.outputs), jnp.float32) for _ in rows]
-    sums = jax.lax.fori_loop(first, jnp.minimum(first + per_share, blocks), advance, sums)
+    sums = jax.lax.fori_loop(first, jnp.minimum(first + per_split, blocks), advance, sums)
     exists = token_exists[:, None] & output_exists[None, :]
     if hasattr(refs, "sums"):
         for row, total in zip(rows, sums, strict=True):
-            pt.store(refs.sums.at[share, token[:, None], row[None, :]], total, mask=exists)
+            pt.store(refs.sums.at[split, token[:, None], row[None, :]], total, mask=exists)
         return
     if refs.bias is not None:
         biases = [pt.load(refs.bias.at[row], mask=output_exists, other=0.0).astype(jnp.float32) for row in rows]
         sums = [total + bias[None, :] for total, bias in zip(sums, biases, strict=True)]
     out = pt.silu(sums[0], interpret) * sums[1] if is_gated else sums[0]
-    for ref, place, inside in pt.parts(refs, parts, output):
-        pt.store(ref.at[token[:, None], place[None, :]], out.astype(ref.dtype), mask=exists & inside[None, :])
+    for ref, column, inside in pt.parts(refs, parts, output):
+        pt.store(ref.at[token[:, None], column[None, :]], out.astype(ref.dtype), mask=exists & inside[None, :])
 
 
 def _launch(
@@ -75,7 +75,7 @@ def _launch(
     is_gated: bool,
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """Launches the kernel. `outputs` are the parts, or sums."""
+    """Launch the kernel. `outputs` are `part0`, `part1`, .., or the partial sums `sums`."""
     tiles = -(-x.shape[0] // config.tokens), -(-weight.shape[0] // (1 + is_gated) // config.outputs)
     parts = [output.shape[1] for output in outputs.values()]
     kernel = _one_token.kernel if config.tokens == 1 else _kernel
@@ -111,15 +111,15 @@ def linear(
     config = run.config or default_config(x, weight, is_gated=is_gated)
     if config.shares > 1:
         sums = _sums(x, weight, config, is_gated=is_gated, interpret=run.interpret)
-        total = functools.reduce(operator.add, [sums[share] for share in range(config.shares)])
+        total = functools.reduce(operator.add, [sums[split] for split in range(config.shares)])
         return xla.finish(total, bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
     outputs = pt.part_shapes(x.shape[0], parts, out_dtype)
     results = _launch(x, weight, bias, outputs, config=config, is_gated=is_gated, interpret=run.interpret)
     return tuple(results.values())
 
 
-def linear_sums(x: jax.Array, weight: jax.Array, *, shares: int, run: Run) -> jax.Array:
-    """See api.py. `shares` is that of the configuration."""
+def linear_sums(x: jax.Array, weight: jax.Array, *, splits: int, run: Run) -> jax.Array:
+    """See api.py. `splits` is the configuration's `shares`."""
     config = run.config or default_config(x, weight, is_summed=True)
-    assert config.shares == shares, (config, shares)
+    assert config.shares == splits, (config, splits)
     return _sums(x, weight, config, is_gated=False, interpret=run.interpret)

@@ -24,20 +24,20 @@ def linear(
     return finish(total.astype(jnp.float32), bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
 
 
-def linear_sums(x: jax.Array, weight: jax.Array, *, shares: int) -> jax.Array:
+def linear_sums(x: jax.Array, weight: jax.Array, *, splits: int) -> jax.Array:
     """See api.py."""
     x = x.astype(weight.dtype)
     total = _product(x, weight, _dtype(x))[None]
-    return total if shares == 1 else jnp.pad(total, ((0, shares - 1), (0, 0), (0, 0)))
+    return total if splits == 1 else jnp.pad(total, ((0, splits - 1), (0, 0), (0, 0)))
 
 
 def _dtype(x: jax.Array) -> jnp.dtype:
-    """The dtype of a product: those of many tokens are rounded by cuBLAS, and float32 ones would take long to write."""
+    """Return the dtype of a product. cuBLAS rounds products of many tokens, because writing float32 would take long."""
     return x.dtype if x.shape[0] > MAX_TOKENS else jnp.dtype(jnp.float32)
 
 
 def _product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    # XLA would else fuse what computes x into its product, which then is slower than cuBLAS.
+    # XLA would else fuse the producer of x into the product, which then is slower than cuBLAS.
     x = jax.lax.optimization_barrier(x)
     return jax.lax.dot_general(
         x,
@@ -56,7 +56,7 @@ def finish(
     parts: tuple[int, ...],
     out_dtype: jnp.dtype,
 ) -> tuple[jax.Array, ...]:
-    """Takes a product, float32 [tokens, outputs], to the op's results."""
+    """Compute the op's results from the product, float32 [tokens, outputs]."""
     if bias is not None:
         total = total + bias.astype(jnp.float32)[None]
     if is_gated:

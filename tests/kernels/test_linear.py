@@ -11,7 +11,7 @@ from oracles.ops import linear as oracle
 from pallas_kernels import linear, linear_sums
 from pallas_kernels.linear.config import MAX_TOKENS, Config, default_config
 
-# Sizes that fill no tile, a product with few outputs, and one whose inputs do not divide among the shares.
+# Sizes that fill no tile, a product with few outputs, and one whose inputs do not divide among the splits.
 SHAPES = [(1, 40, 50), (5, 100, 200), (16, 256, 64), (17, 272, 90), (MAX_TOKENS, 96, 48), (70, 64, 34)]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
@@ -47,12 +47,12 @@ def test_products_match_the_oracle(rng, shape, is_gated, dtype, implementation):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_total_of_the_sums_is_the_product(rng, shape, dtype, implementation):
     x, weight, _ = draw(rng, dtype, *shape)
-    for shares in (1, 2, 8):  # of which the last ones may have no inputs
-        config = None if implementation == "xla" else Config(16, 16, 32, shares, 4, 2)
+    for splits in (1, 2, 8):  # of which the last ones may have no inputs
+        config = None if implementation == "xla" else Config(16, 16, 32, splits, 4, 2)
         sums = linear_sums(x, weight, run=run_by(implementation, config))
         assert sums.dtype == (dtype if implementation == "xla" and shape[0] > MAX_TOKENS else jnp.float32)
         assert sums.shape[1:] == (shape[0], shape[2])
-        assert implementation == "xla" or sums.shape[0] == shares
+        assert implementation == "xla" or sums.shape[0] == splits
         total = np.asarray(sums.astype(jnp.float32), np.float64).sum(axis=0)
         assert_close(total, oracle(x, weight), sums.dtype, shape[1], "sums")
 
@@ -98,10 +98,10 @@ def test_every_configuration_computes_the_same(rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [64, 100, 600])
 def test_configurations_of_a_single_token_match_the_oracle(rng, inputs, dtype, implementation):
-    """Full tiles, tiles that are not full, and shares of which the last have no inputs."""
+    """Full tiles, tiles that are not full, and splits of which the last have no inputs."""
     x, weight, bias = draw(rng, dtype, 1, inputs, 90)
-    for outputs, block, shares, warps in ((1, 64, 1, 1), (2, 32, 2, 1), (4, 256, 4, 1), (16, 128, 1, 2)):
-        config = Config(1, outputs, block, shares, warps, 1)
+    for outputs, block, splits, warps in ((1, 64, 1, 1), (2, 32, 2, 1), (4, 256, 4, 1), (16, 128, 1, 2)):
+        config = Config(1, outputs, block, splits, warps, 1)
         for is_gated in (False, True):
             out = linear(
                 x,
@@ -113,7 +113,7 @@ def test_configurations_of_a_single_token_match_the_oracle(rng, inputs, dtype, i
             )
             assert_close(np.concatenate(out, axis=1), oracle(x, weight, bias, is_gated), dtype, inputs, str(config))
         sums = linear_sums(x, weight, run=run_by(implementation, config))
-        assert (sums.shape, sums.dtype) == ((shares, 1, 90), jnp.float32)
+        assert (sums.shape, sums.dtype) == ((splits, 1, 90), jnp.float32)
         assert_close(np.asarray(sums, np.float64).sum(axis=0), oracle(x, weight), jnp.float32, inputs, str(config))
 
 
@@ -137,12 +137,12 @@ def test_a_call_without_tokens_has_results_without_tokens():
 def test_products_of_many_tokens_run_as_xla_code_by_default():
     """Shapes do not depend on the platform, so that a program can be lowered for any."""
     weight = jnp.zeros((64, 2048), jnp.bfloat16)
-    for tokens, shares in (
+    for tokens, splits in (
         (MAX_TOKENS, default_config(jnp.zeros((MAX_TOKENS, 2048), jnp.bfloat16), weight, is_summed=True).shares),
         (65, 1),
     ):
         x = jnp.zeros((tokens, 2048), jnp.bfloat16)
-        assert linear_sums(x, weight).shape[0] == shares
+        assert linear_sums(x, weight).shape[0] == splits
         for op in (linear, linear_sums):
             with on("NVIDIA H200"):
                 text = jax.jit(op).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
