@@ -47,24 +47,24 @@ def measure(case: Case, devices: int, candidates: dict[str, dict[str, Any]]) -> 
     boxes = Mailboxes.create(mesh, AXIS, capacity)
     place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))
     keys = jax.random.split(jax.random.key(0), 3)
-    shape = (devices, case.shares, case.tokens, case.channels)
+    shape = (devices, case.splits, case.tokens, case.channels)
     addend = place(jax.random.normal(keys[0], shape).astype(case.addend_dtype), P(AXIS))
     x = place(jax.random.normal(keys[1], shape[2:]).astype(case.dtype), P())
-    weight, turn = place(jnp.zeros(case.channels), P()), place(jnp.int32(1), P())
+    weight, epoch = place(jnp.zeros(case.channels), P()), place(jnp.int32(1), P())
 
-    def run(calls, options, boxes, turn, x, addend, weight):
+    def run(calls, options, boxes, epoch, x, addend, weight):
         addend = addend[0]
         for _ in range(calls):
             # What a call adds up follows from the call before. XLA would otherwise make one call of all.
             if case.is_normed:
-                x, normed, turn = all_reduce_rms_norm(
-                    x, addend, weight, boxes, turn, epsilon=1e-6, scale=0.1, **options
+                x, normed, epoch = all_reduce_rms_norm(
+                    x, addend, weight, boxes, epoch, epsilon=1e-6, scale=0.1, **options
                 )
                 addend = normed[None]
             else:
-                x, turn = all_reduce(addend, boxes, turn, **options)
+                x, epoch = all_reduce(addend, boxes, epoch, **options)
                 addend = x[None].astype(addend.dtype)
-        return x, turn
+        return x, epoch
 
     specs = boxes.partition(), P(), P(), P(AXIS), P()
     rows = []
@@ -76,17 +76,17 @@ def measure(case: Case, devices: int, candidates: dict[str, dict[str, Any]]) -> 
                 functools.partial(run, calls, options), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
             ))  # fmt: skip
             one, many = build(1, options), build(CALLS, options)
-            exact, _ = build(1, dict(run=Run(implementation="xla")))(boxes, turn, x, addend, weight)
-            found, turn = one(boxes, turn, x, addend, weight)
+            exact, _ = build(1, dict(run=Run(implementation="xla")))(boxes, epoch, x, addend, weight)
+            found, epoch = one(boxes, epoch, x, addend, weight)
             bits = [np.asarray(shard.data.astype(jnp.float32)) for shard in found.addressable_shards]
             row["same_on_all"] = all(bool((each == bits[0]).all()) for each in bits)
             row["error"] = float(np.abs(bits[0] - np.asarray(exact.astype(jnp.float32))).max())
 
             def launch(rounds, many=many):
-                nonlocal turn
+                nonlocal epoch
                 for _ in range(rounds):
-                    _, turn = many(boxes, turn, x, addend, weight)
-                jax.block_until_ready(turn)
+                    _, epoch = many(boxes, epoch, x, addend, weight)
+                jax.block_until_ready(epoch)
 
             row["us"] = round(span_per_turn(launch, ROUNDS, CALLS), 2)
         except Exception as error:  # of any kind: a configuration may not compile

@@ -124,9 +124,9 @@ def run_all_reduce(x, addend, weight):
     memory, addresses = jnp.zeros((1, 4 * 2**16), jnp.int32), jnp.zeros((1, 2, 2), jnp.int32)
     boxes = pk.Mailboxes(memory=memory, addresses=addresses, capacity=2**16, axis="x")
 
-    def run(x, addend, weight, boxes, turn):
-        total, turn = pk.all_reduce(addend, boxes, turn)
-        return total, *pk.all_reduce_rms_norm(x, addend, weight, boxes, turn, epsilon=1e-6)
+    def run(x, addend, weight, boxes, epoch):
+        total, epoch = pk.all_reduce(addend, boxes, epoch)
+        return total, *pk.all_reduce_rms_norm(x, addend, weight, boxes, epoch, epsilon=1e-6)
 
     over_devices = jax.shard_map(run, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
     return jax.jit(over_devices)(x, addend, weight, boxes, jnp.int32(1))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mamba_align_jax.layers.chain import Chain
 from pallas_kernels import Mailboxes, all_reduce, all_reduce_product_chain, all_reduce_rms_norm
-from pallas_kernels.rms_norm.xla import sum_of_shares
+from pallas_kernels.rms_norm.xla import sum_over_splits
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +30,7 @@ class Partial:
 
     def total(self) -> jax.Array:
         """Adds everything up by XLA's all-reduce; returns float32 [tokens, hidden]."""
-        return jax.lax.psum(sum_of_shares(self.sums), self.axis)
+        return jax.lax.psum(sum_over_splits(self.sums), self.axis)
 
 
 # What a layer returns: outputs [tokens, hidden], sums [shares, tokens, hidden] whose total they are, a summand, or a chain
@@ -41,31 +41,31 @@ Outputs: TypeAlias = jax.Array | Partial | Chain
 class Exchange:
     """Adds up the summands of all devices by kernels that write into each other's memory, within one program.
 
-    It counts the turns, so it must not be used outside the trace in which it was made.
+    It counts the epochs, so it must not be used outside the trace in which it was made.
 
     Attributes:
-        turn: The next turn. int32 []
+        epoch: The next epoch. int32 []
     """
 
-    def __init__(self, mailboxes: Mailboxes, turn: jax.Array) -> None:
-        """Begins with `turn`, which is 1 or what another program's exchange has left."""
-        self._mailboxes, self.turn = mailboxes, turn
+    def __init__(self, mailboxes: Mailboxes, epoch: jax.Array) -> None:
+        """Begins with `epoch`, which is 1 or what another program's exchange has left."""
+        self._mailboxes, self.epoch = mailboxes, epoch
 
     def total(self, summand: Partial) -> jax.Array:
         """Adds up what all devices have; returns float32 [tokens, hidden]."""
-        summed, self.turn = all_reduce(summand.sums, self._mailboxes, self.turn)
+        summed, self.epoch = all_reduce(summand.sums, self._mailboxes, self.epoch)
         return summed
 
     def add_rms_norm(
         self, x: jax.Array, summand: Partial, weight: jax.Array, **options: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Adds up what all devices have, adds it to `x` and normalises: see `all_reduce_rms_norm`."""
-        value, normed, self.turn = all_reduce_rms_norm(x, summand.sums, weight, self._mailboxes, self.turn, **options)
+        value, normed, self.epoch = all_reduce_rms_norm(x, summand.sums, weight, self._mailboxes, self.epoch, **options)
         return value, normed
 
     def product_chain(self, x: jax.Array, steps: Any, residual: Any, **options: Any) -> tuple[Any, Any]:
         """Runs a chain whose norms add up what all devices have: see `all_reduce_product_chain`."""
-        out, value, self.turn = all_reduce_product_chain(x, steps, residual, self._mailboxes, self.turn, **options)
+        out, value, self.epoch = all_reduce_product_chain(x, steps, residual, self._mailboxes, self.epoch, **options)
         return out, value
 
     def gather(self, x: jax.Array) -> jax.Array:

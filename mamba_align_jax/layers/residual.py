@@ -13,7 +13,7 @@ from mamba_align_jax.layers.chain import Chain, Inputs
 from mamba_align_jax.layers.exchange import Exchange, Outputs, Partial
 from mamba_align_jax.layers.norm import RMSNorm
 from pallas_kernels.product_chain import MOST_TOKENS, Norm
-from pallas_kernels.rms_norm.xla import sum_of_shares
+from pallas_kernels.rms_norm.xla import sum_over_splits
 
 
 def total(outputs: Outputs, dtype: Any) -> jax.Array:
@@ -29,7 +29,7 @@ def total(outputs: Outputs, dtype: Any) -> jax.Array:
         return outputs.total().astype(dtype)
     if outputs.ndim == 2:
         return outputs.astype(dtype)
-    return sum_of_shares(outputs).astype(dtype)
+    return sum_over_splits(outputs).astype(dtype)
 
 
 def launched(outputs: Outputs) -> jax.Array | Partial:

@@ -1,7 +1,7 @@
-"""The assembly by which a kernel adds up what the devices of a mesh axis have.
+"""The PTX by which a kernel adds up the values of the devices of a mesh axis.
 
-A number travels with the turn in which it was sent, as one word of 64 bits, which memory never tears. Whoever reads a word
-with the right turn has the number, so neither fences nor further flags are needed, and a transfer takes as long as a store.
+A value and the epoch of its call are stored as one word of 64 bits, which memory never tears. A thread that reads a word
+with the right epoch has the value, so neither fences nor further flags are needed, and a transfer takes as long as a store.
 
 Source: NCCL's protocol "LL" (low latency).
 """
@@ -10,26 +10,26 @@ from collections.abc import Iterator
 
 
 def sum_over_devices(num_devices: int, source_bytes: int, pack: int) -> tuple[str, str]:
-    """Writes the assembly for `pack` numbers of a thread, all of which are sent before one is waited for.
+    """Write the PTX by which a thread sends `pack` values, and then waits for the values of all devices and adds them.
 
-    The operands are the sum; the number, the turn, and its offset in a mailbox in bytes, which is negative where there is
-    nothing to add; and for each row of `Mailboxes.addresses` the lower and the upper half of an address. The sum begins with
-    the first device, so that all devices get the same bits. Running it twice does what running it once does.
+    The operands are the sum; the value, the epoch, and the value's offset in a mailbox in bytes, which is negative for an
+    element that is not summed; and for each row of `Mailboxes.addresses` the lower and the upper half of an address. The sum
+    begins with the first device, so that all devices get the same bits. Running the PTX twice is the same as once.
 
     Args:
         num_devices: The number of devices.
-        source_bytes: The bytes of a mailbox for each device.
-        pack: The numbers of a thread.
+        source_bytes: The bytes of a mailbox for each sending device.
+        pack: The values of a thread.
 
     Returns:
-        The assembly, and the constraints of its operands.
+        The PTX, and the constraints of its operands.
     """
-    names = ["total", "number", "turn", "offset"]
+    names = ["total", "value", "epoch", "offset"]
     names += [f"{half}{device}" for device in range(num_devices + 1) for half in ("low", "high")]
     registers = {
-        (name, element): f"${number * pack + element}" for number, name in enumerate(names) for element in range(pack)
+        (name, element): f"${index * pack + element}" for index, name in enumerate(names) for element in range(pack)
     }
-    lines = [".reg .b32 low, high, turn;", ".reg .f32 number, total;", ".reg .b64 address, word;", ".reg .pred p;"]
+    lines = [".reg .b32 low, high, epoch;", ".reg .f32 value, total;", ".reg .b64 address, word;", ".reg .pred p;"]
     for element in range(pack):
         lines += _send(lambda name, element=element: registers[name, element], num_devices)
     for element in range(pack):
@@ -46,7 +46,7 @@ def _address(register, device: int) -> Iterator[str]:
 
 def _send(register, num_devices: int) -> Iterator[str]:
     yield f"setp.ge.s32 p, {register('offset')}, 0;"
-    yield f"mov.b64 word, {{{register('number')}, {register('turn')}}};"
+    yield f"mov.b64 word, {{{register('value')}, {register('epoch')}}};"
     for device in range(num_devices):
         yield from _address(register, device)
         yield "@p st.relaxed.sys.global.b64 [address], word;"
@@ -60,9 +60,9 @@ def _receive(register, element: int, num_devices: int, source_bytes: int) -> Ite
     for device in range(num_devices):
         yield f"WAIT{element}_{device}:"
         yield f"ld.relaxed.sys.global.b64 word, [address + {device * source_bytes}];"
-        yield "mov.b64 {number, turn}, word;"
-        yield f"setp.ne.u32 p, turn, {register('turn')};"
+        yield "mov.b64 {value, epoch}, word;"
+        yield f"setp.ne.u32 p, epoch, {register('epoch')};"
         yield f"@p bra WAIT{element}_{device};"
-        yield "add.rn.f32 total, total, number;" if device else "mov.f32 total, number;"
+        yield "add.rn.f32 total, total, value;" if device else "mov.f32 total, value;"
     yield f"END{element}:"
     yield f"mov.f32 {register('total')}, total;"

@@ -1,7 +1,7 @@
 """The public functions of all_reduce: their contract, checks and dispatch.
 
-Source: NCCL's protocol "LL" for the words that carry a number and a flag; and the all-reduce kernels of vLLM and
-TensorRT-LLM, for sending everything to every device at once and for adding the residual stream and its norm.
+Sources: NCCL's protocol "LL" for words of a value and a flag; the all-reduce kernels of vLLM and TensorRT-LLM for the
+one-shot algorithm and for the residual stream and its norm in the same kernel.
 """
 
 import functools
@@ -19,51 +19,51 @@ from pallas_kernels.dispatch import Run, dispatch
 
 @checked
 def all_reduce(
-    addend: Float[Array, "shares tokens channels"],
+    addend: Float[Array, "splits tokens channels"],
     mailboxes: Mailboxes,
-    turn: Int[Array, ""],
+    epoch: Int[Array, ""],
     *,
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens channels"], Int[Array, ""]]:
-    """Adds up what the devices of a mesh axis have, in one step of communication.
+    """Add up the addends of all devices of a mesh axis, by a one-shot all-reduce.
 
     Every device of `mailboxes.axis` must make the same calls in the same order, inside `jax.shard_map` over that axis alone.
-    The turn counts the calls: the first one after `Mailboxes.create` gets 1, and each further one gets what the call before
-    returned, in this program or in the next one. The Triton kernel waits until all devices have made the call.
+    The epoch counts the calls: the first call after `Mailboxes.create` gets 1, and each later call gets the epoch that the
+    call before returned, in this program or in the next one. The Triton kernel waits until all devices have made the call.
 
-    Numerics: shares are added in float32, and then the devices' sums in the order of the devices. All devices get the same
-    bits. "xla" leaves the order to XLA. A token's result does not depend on other tokens, to the bit. There is no
+    Numerics: partial sums are added in float32, and then the devices' sums in the order of the devices. All devices get the
+    same bits. "xla" leaves the order to XLA. A token's result does not depend on other tokens, to the bit. There is no
     derivative.
 
     Args:
-        addend: What this device has, in shares: see `linear_sums`.
-        mailboxes: This device's part of `Mailboxes.create`. Its memory is written by address.
-        turn: The turn. It is odd.
+        addend: This device's addend as split-K partial sums: see `linear_sums`.
+        mailboxes: This device's shard of `Mailboxes.create`. Its memory is written by address.
+        epoch: The epoch, an odd integer.
         run: How it runs: by "xla", which is XLA's own all-reduce, or by "triton", with a `Config` for the Triton kernel. If
-            the mailboxes do not hold the tokens, the default is "xla". An interpreted kernel leaves only what is sent
-            between devices to XLA.
+            the mailboxes do not hold the tokens, the default is "xla". An interpreted kernel adds its own
+            partial sums, and XLA the devices' sums.
 
     Returns:
-        The sum, float32, and the next call's turn.
+        The sum, float32, and the next call's epoch.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `run` names "triton" and the mailboxes do not hold as many numbers.
+        UnsupportedError: if `run` names "triton" and the mailboxes are too small.
     """
     run = run.checked("all_reduce", Config)
-    require(addend.shape[0] >= 1, "all_reduce: addend must have at least one share, got none")
+    require(addend.shape[0] >= 1, "all_reduce: addend must have at least one partial sum, got none")
     if 0 in addend.shape:
-        return jnp.zeros(addend.shape[1:], jnp.float32), turn
-    return _run("all_reduce", (addend, mailboxes, turn), addend.shape, (), run)
+        return jnp.zeros(addend.shape[1:], jnp.float32), epoch
+    return _run("all_reduce", (addend, mailboxes, epoch), addend.shape, (), run)
 
 
 @checked
 def all_reduce_rms_norm(
     x: Float[Array, "tokens channels"],
-    addend: Float[Array, "shares tokens channels"],
+    addend: Float[Array, "splits tokens channels"],
     weight: Float[Array, " channels"],
     mailboxes: Mailboxes,
-    turn: Int[Array, ""],
+    epoch: Int[Array, ""],
     *,
     epsilon: float,
     offset: float = 0.0,
@@ -71,20 +71,20 @@ def all_reduce_rms_norm(
     out_dtype: str | None = None,
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "tokens channels"], Int[Array, ""]]:
-    """Adds up what the devices have, adds it to the residual stream and normalises: `all_reduce` and `add_rms_norm` in one.
+    """Add up the addends of all devices, add the sum to the residual stream and normalise it, in one launch.
 
-    See these two for the arguments, numerics and errors.
+    See `all_reduce` and `add_rms_norm` for the arguments, numerics and errors.
 
     Returns:
-        The total in x's dtype, the normed values, and the next call's turn.
+        The total in x's dtype, the normed values, and the next call's epoch.
     """
     run = run.checked("all_reduce_rms_norm", Config)
-    require(addend.shape[0] >= 1, "all_reduce_rms_norm: addend must have at least one share, got none")
+    require(addend.shape[0] >= 1, "all_reduce_rms_norm: addend must have at least one partial sum, got none")
     dtype = dtype_of("all_reduce_rms_norm", "out_dtype", out_dtype, x.dtype)
     if x.size == 0:
-        return x, x.astype(dtype), turn
+        return x, x.astype(dtype), epoch
     options = dict(epsilon=float(epsilon), offset=float(offset), scale=float(scale), out_dtype=dtype)
-    operands, options = (x, addend, weight, mailboxes, turn), tuple(options.items())
+    operands, options = (x, addend, weight, mailboxes, epoch), tuple(options.items())
     return _run("all_reduce_rms_norm", operands, addend.shape, options, run)
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """A call: its tokens, channels and shares, compiled for so many devices. `is_normed` means `all_reduce_rms_norm`."""
+    """A call: its tokens, channels, split-K partial sums and devices. `is_normed` means `all_reduce_rms_norm`."""
 
     name: str
     tokens: int
     channels: int
-    shares: int
+    splits: int
     devices: int = 2
     is_normed: bool = True
     dtype: str = "bfloat16"

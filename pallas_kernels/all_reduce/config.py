@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pallas_kernels._check import check_config
 
-_ELEMENTS = 4  # of a thread. With more, fewer threads send and wait at a time.
+_ELEMENTS = 4  # of a thread. With more, fewer threads send and wait concurrently.
 _MAX_WARPS = 32
 
 
@@ -14,10 +14,10 @@ class Config:
 
     Attributes:
         num_warps: Warps of a program.
-        pack: The numbers that a thread sends before it waits for the first one. A power of two.
+        pack: The number of values that a thread sends before it waits for the first one. A power of two.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field is out of range.
     """
 
     num_warps: int
@@ -28,10 +28,10 @@ class Config:
 
 
 def default_config(num_channels: int) -> Config:
-    """Returns the configuration for tokens of `num_channels` channels.
+    """Return the configuration for tokens of `num_channels` channels.
 
-    A thread sends all of its numbers before it waits, and has four of them if there are enough threads. On two H200s with
-    JAX 0.11.2 that is faster than eight.
+    A thread sends all of its values before it waits, and has four values if there are enough threads. On two H200s with
+    JAX 0.11.2 four are faster than eight.
     """
     tile = 1 << max(num_channels - 1, 0).bit_length()
     num_warps = min(_MAX_WARPS, max(1, tile // (32 * _ELEMENTS)))

@@ -11,19 +11,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-SIDES = 2  # A device may be one turn ahead of another one, so consecutive turns need places of their own.
-WORD_BYTES = 8  # a float32 and the turn in which it was sent
+SIDES = 2  # A device may be one call ahead of another one, so consecutive calls use different words.
+WORD_BYTES = 8  # a float32 and the epoch of its call
 _READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 class _Location(ctypes.Structure):
-    """CUDA's CUmemLocation: of memory or of a processor. Type 1 is a device, by its number."""
+    """CUDA's CUmemLocation: the location of memory or of a processor. Type 1 is a device, by its ordinal `id`."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 def _driver() -> Any:
-    """Returns CUDA's driver, or None if there is none."""
+    """Return CUDA's driver library, or None if it is not installed."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -31,7 +31,7 @@ def _driver() -> Any:
 
 
 def can_write_each_other(devices: Sequence[jax.Device]) -> bool:
-    """Returns whether these are GPUs of this process that can write into each other's memory.
+    """Return whether `devices` are GPUs of this process that can write into each other's memory.
 
     It asks CUDA's driver, and starts JAX's backends.
     """
@@ -40,9 +40,9 @@ def can_write_each_other(devices: Sequence[jax.Device]) -> bool:
     driver = _driver()
     if driver is None:
         return False
-    can, numbers = ctypes.c_int(), [device.local_hardware_id for device in devices]
-    for one in numbers:
-        for other in numbers:
+    can, ordinals = ctypes.c_int(), [device.local_hardware_id for device in devices]
+    for one in ordinals:
+        for other in ordinals:
             if one != other and (driver.cuDeviceCanAccessPeer(ctypes.byref(can), one, other) or not can.value):
                 return False
     return True
@@ -53,15 +53,16 @@ def can_write_each_other(devices: Sequence[jax.Device]) -> bool:
 class Mailboxes:
     """A mailbox for each device of a mesh axis.
 
-    A mailbox has two sides for every device, used in turn. In a turn, each device sends its numbers to all mailboxes, its
-    own included, and then reads its own mailbox. Kernels write into mailboxes by address, and XLA does not know of it. Hence
-    the arrays must live as long as programs that use them run, must never be donated, and must be zero before turn 1.
+    A mailbox has two sides for every device, which alternate from call to call. In a call, each device sends its values to
+    all mailboxes, its own included, and then reads its own mailbox. Kernels write into mailboxes by address, and XLA does
+    not know of it. Hence the arrays must live as long as programs that use them run, must never be donated, and must be zero
+    before epoch 1.
 
     Attributes:
         memory: The mailboxes. int32 [devices, words]
-        addresses: For each device, where in the mailbox of each other device it writes, and last where its own mailbox
-            begins: the lower and the upper half of an address. int32 [devices, devices + 1, 2]
-        capacity: The numbers that a side holds.
+        addresses: For each device, the addresses to which it writes in each device's mailbox, and last the address of its
+            own mailbox: the lower and the upper half of each. int32 [devices, devices + 1, 2]
+        capacity: The number of values that a side holds.
         axis: The mesh axis.
     """
 
@@ -72,15 +73,15 @@ class Mailboxes:
 
     @classmethod
     def create(cls, mesh: Mesh, axis: str, capacity: int) -> "Mailboxes":
-        """Allocates empty mailboxes, and waits for all devices.
+        """Allocate empty mailboxes, and wait for all devices.
 
-        A device must not send before the other mailboxes are zero, and not while kernels still run there that use the
-        memory from before. No order of programs on one device says anything of another device's.
+        A device must not send before the other mailboxes are zero, nor while kernels still run there that used the memory
+        for other arrays. The order of programs on one device does not order the programs of another one.
 
         Args:
             mesh: A mesh of one axis, all of whose devices belong to this process: see `can_write_each_other`.
             axis: The axis.
-            capacity: The numbers that a side holds.
+            capacity: The number of values that a side holds.
 
         Raises:
             ValueError: the mesh has other axes, or `capacity` is not positive or does not fit 32-bit offsets.
@@ -102,11 +103,11 @@ class Mailboxes:
         return cls(memory=memory, addresses=jax.device_put(halves, of_device), capacity=capacity, axis=axis)
 
     def are_reachable(self) -> bool:
-        """Returns False if CUDA's driver says that a device may not write to one of the mailboxes, and True otherwise.
+        """Return False if CUDA's driver says that a device may not write to one of the mailboxes, and True otherwise.
 
-        The driver knows it of memory that is mapped for each device on its own, as XLA's allocator may do. Other memory is
-        reachable if the devices are: see `can_write_each_other`. The method must not be called inside a jitted function. It
-        returns False without a driver.
+        The driver knows the access rights of memory that is mapped for each device separately, as XLA's allocator may do.
+        Other memory is reachable if the devices are: see `can_write_each_other`. The method must not be called inside a
+        jitted function. It returns False without a driver.
         """
         driver, flags = _driver(), ctypes.c_ulonglong()
         if driver is None:
@@ -122,5 +123,5 @@ class Mailboxes:
         return True
 
     def partition(self) -> "Mailboxes":
-        """Returns how the arrays lie on the mesh, for `jax.shard_map`."""
+        """Return the partition specs of the arrays, for `jax.shard_map`."""
         return Mailboxes(memory=P(self.axis), addresses=P(self.axis), capacity=self.capacity, axis=self.axis)  # type: ignore[arg-type]

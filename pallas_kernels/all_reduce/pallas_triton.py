@@ -1,4 +1,4 @@
-"""all_reduce as Pallas kernels. A program takes one token, and exchanges its numbers with that program of other devices."""
+"""all_reduce as Pallas kernels. The programs of one token on all devices exchange the token's values."""
 
 import functools
 
@@ -18,37 +18,37 @@ def _row_words(num_channels: int, pack: int) -> int:
 
 
 def unsupported(shape: tuple[int, ...], capacity: int, config: Config | None) -> str | None:
-    """Returns why the kernels cannot run an addend of this shape with mailboxes of this capacity; None if they can."""
+    """Return why the kernels cannot run an addend of this shape with mailboxes of this capacity; None if they can."""
     _, tokens, channels = shape
     words = tokens * _row_words(channels, (config or default_config(channels)).pack)
     if words > capacity:
-        return f"addend must have at most {capacity} numbers, which is what a mailbox holds, got {words}"
+        return f"addend must have at most {capacity} elements, the capacity of a mailbox, got {words}"
     return rms_norm.unsupported(channels)
 
 
 def _sum(refs: pt.Refs, token: jax.Array, channel: jax.Array, exists: jax.Array, axis: str, pack: int, interpret: bool):
-    """Returns the sum of a token over shares and devices, float32 [channels], and ends the turn."""
-    total = rms_norm.sum_of_shares(refs, token, channel, exists)
+    """Return the sum of a token over splits and devices, float32 [channels], and store the next epoch."""
+    total = rms_norm.sum_over_splits(refs, token, channel, exists)
     if interpret:
         return jax.lax.psum(total, axis)
     _, num_rows, _ = refs.addresses.shape
     num_channels = refs.addend.shape[2]
-    turn = pt.load(refs.turn.at[0])
+    epoch = pt.load(refs.epoch.at[0])
 
     @pt.when(token == 0)
     def _():
-        pt.store(refs.next.at[0], turn + 2)
+        pt.store(refs.next.at[0], epoch + 2)
 
-    # Elements of a thread lie side by side in a tile, and those that a warp sends at a time in a mailbox.
+    # The elements of a thread are neighbours in a tile, and the words that a warp stores at a time in a mailbox.
     row = _row_words(num_channels, pack)
-    place = token * row + channel % pack * (row // pack) + channel // pack
+    word = token * row + channel % pack * (row // pack) + channel // pack
     side_bytes = refs.memory.shape[1] * 4 // ((num_rows - 1) * SIDES)
-    # Turns are odd, so that no word of an empty mailbox has one.
-    offset = jnp.where(exists, ((turn >> 1) & (SIDES - 1)) * side_bytes + place * WORD_BYTES, -1)
+    # Epochs are odd, so that no word of an empty mailbox has one.
+    offset = jnp.where(exists, ((epoch >> 1) & (SIDES - 1)) * side_bytes + word * WORD_BYTES, -1)
     wide = lambda scalar: jnp.broadcast_to(scalar, total.shape)
-    halves = [wide(pt.load(refs.addresses.at[0, number, half])) for number in range(num_rows) for half in (0, 1)]
+    halves = [wide(pt.load(refs.addresses.at[0, row, half])) for row in range(num_rows) for half in (0, 1)]
     text, constraints = sum_over_devices(num_rows - 1, SIDES * side_bytes, pack)
-    return pt.assembly(text, constraints, total, wide(turn), offset, *halves, pack=pack)
+    return pt.assembly(text, constraints, total, wide(epoch), offset, *halves, pack=pack)
 
 
 def _kernel(refs: pt.Refs, *, axis: str, pack: int, interpret: bool):
@@ -67,28 +67,28 @@ def _norm_kernel(refs: pt.Refs, *, epsilon: float, offset: float, scale: float, 
     rms_norm.store_normed(refs, token, channel, exists, total, epsilon=epsilon, offset=offset, scale=scale)
 
 
-def _call(kernel, name, addend, mailboxes, turn, run, inputs, outputs):
+def _call(kernel, name, addend, mailboxes, epoch, run, inputs, outputs):
     config = run.config or default_config(addend.shape[2])
     results = pt.call(
         functools.partial(kernel, axis=mailboxes.axis, pack=config.pack, interpret=run.interpret),
         name=name,
         grid=(addend.shape[1],),
         inputs=dict(
-            addend=addend, memory=mailboxes.memory, addresses=mailboxes.addresses, turn=turn.reshape(1), **inputs
+            addend=addend, memory=mailboxes.memory, addresses=mailboxes.addresses, epoch=epoch.reshape(1), **inputs
         ),
         outputs=dict(next=jax.ShapeDtypeStruct((1,), jnp.int32), **outputs),
         updates={},
         num_warps=config.num_warps,
         interpret=run.interpret,
     )
-    return results, turn if run.interpret else results["next"].reshape(())
+    return results, epoch if run.interpret else results["next"].reshape(())
 
 
-def all_reduce(addend: jax.Array, mailboxes: Mailboxes, turn: jax.Array, *, run: Run) -> tuple[jax.Array, jax.Array]:
+def all_reduce(addend: jax.Array, mailboxes: Mailboxes, epoch: jax.Array, *, run: Run) -> tuple[jax.Array, jax.Array]:
     """See api.py."""
     outputs = dict(total=jax.ShapeDtypeStruct(addend.shape[1:], jnp.float32))
-    results, turn = _call(_kernel, "all_reduce", addend, mailboxes, turn, run, {}, outputs)
-    return results["total"], turn
+    results, epoch = _call(_kernel, "all_reduce", addend, mailboxes, epoch, run, {}, outputs)
+    return results["total"], epoch
 
 
 def all_reduce_rms_norm(
@@ -96,7 +96,7 @@ def all_reduce_rms_norm(
     addend: jax.Array,
     weight: jax.Array,
     mailboxes: Mailboxes,
-    turn: jax.Array,
+    epoch: jax.Array,
     *,
     epsilon: float,
     offset: float,
@@ -108,5 +108,5 @@ def all_reduce_rms_norm(
     kernel = functools.partial(_norm_kernel, epsilon=epsilon, offset=offset, scale=scale)
     inputs = dict(x=x, weight=weight)
     outputs = dict(total=jax.ShapeDtypeStruct(x.shape, x.dtype), normed=jax.ShapeDtypeStruct(x.shape, out_dtype))
-    results, turn = _call(kernel, "all_reduce_rms_norm", addend, mailboxes, turn, run, inputs, outputs)
-    return results["total"], results["normed"], turn
+    results, epoch = _call(kernel, "all_reduce_rms_norm", addend, mailboxes, epoch, run, inputs, outputs)
+    return results["total"], results["normed"], epoch

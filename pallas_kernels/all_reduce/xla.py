@@ -1,4 +1,4 @@
-"""all_reduce in plain jax.numpy, by XLA's own sum over the devices. No mailbox is used, and the turn stays the same."""
+"""all_reduce in plain jax.numpy, by XLA's own sum over the devices. No mailbox is used, and the epoch stays the same."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from pallas_kernels.rms_norm import xla
 
 
 def _sum(addend: jax.Array, axis: str) -> jax.Array:
-    return jax.lax.psum(xla.sum_of_shares(addend), axis)
+    return jax.lax.psum(xla.sum_over_splits(addend), axis)
 
 
-def all_reduce(addend: jax.Array, mailboxes: Mailboxes, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+def all_reduce(addend: jax.Array, mailboxes: Mailboxes, epoch: jax.Array) -> tuple[jax.Array, jax.Array]:
     """See api.py."""
-    return _sum(addend, mailboxes.axis), turn
+    return _sum(addend, mailboxes.axis), epoch
 
 
 def all_reduce_rms_norm(
@@ -21,7 +21,7 @@ def all_reduce_rms_norm(
     addend: jax.Array,
     weight: jax.Array,
     mailboxes: Mailboxes,
-    turn: jax.Array,
+    epoch: jax.Array,
     *,
     epsilon: float,
     offset: float,
@@ -30,4 +30,4 @@ def all_reduce_rms_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See api.py."""
     options = dict(epsilon=epsilon, offset=offset, scale=scale, out_dtype=out_dtype)
-    return *xla.add_rms_norm(x, _sum(addend, mailboxes.axis)[None], weight, **options), turn
+    return *xla.add_rms_norm(x, _sum(addend, mailboxes.axis)[None], weight, **options), epoch

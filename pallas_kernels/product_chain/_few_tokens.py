@@ -24,7 +24,7 @@ from pallas_kernels.hopper import messages
 from pallas_kernels.product_chain import _convolution as convolutions
 from pallas_kernels.product_chain import _fragments as fragments
 from pallas_kernels.product_chain import _residual_stream as residual_stream
-from pallas_kernels.product_chain._over_devices import Devices, next_turn
+from pallas_kernels.product_chain._over_devices import Devices, next_epoch
 from pallas_kernels.product_chain._schedule import (
     MOST_TOKENS,
     OWNERS,
@@ -84,14 +84,14 @@ def product_chain(
     steps: Sequence[Step],
     residual: jax.Array | None,
     mailboxes: Mailboxes | None,
-    turn: jax.Array | None,
+    epoch: jax.Array | None,
     convolution: Convolution | None,
     *,
     parts: tuple[int, ...] | None,
 ) -> tuple[Any, jax.Array | None, jax.Array | None]:
     """See api.py. There are up to 16 tokens. The first step is a product or a gated norm, and the last one is a product.
 
-    A convolution is none of `steps`. It returns the results, the residual stream, and the next turn.
+    A convolution is none of `steps`. It returns the results, the residual stream, and the next epoch.
     """
     weights, norms, gated = weights_of(steps), norms_of(steps), gated_norm_of(steps)
     dtype, programs, tokens = weights[0].dtype, device.sm_count(), x.shape[0]
@@ -105,8 +105,8 @@ def product_chain(
     given |= dict(counters=jax.new_ref(jnp.zeros((2 * len(plan.phases),), jnp.int32)))
     over_devices = None
     if mailboxes is not None:
-        assert turn is not None
-        over_devices = mailboxes.addresses.reshape(-1), turn.reshape(1), mailboxes.memory
+        assert epoch is not None
+        over_devices = mailboxes.addresses.reshape(-1), epoch.reshape(1), mailboxes.memory
     given |= dict(over_devices=over_devices)
     convolved = convolutions.arrays_of(convolution)
     given |= dict(convolution=convolved)
@@ -115,7 +115,7 @@ def product_chain(
     whole = array((last.shares * tokens * last.outputs,), jnp.float32)
     out = dict(results=[array((tokens * part,), dtype) for part in parts] if parts else [whole])
     out |= dict(stream=array((residual.size,), residual.dtype) if norms and residual is not None else None)
-    out |= dict(turn=None if mailboxes is None else array((1,), jnp.int32))
+    out |= dict(epoch=None if mailboxes is None else array((1,), jnp.int32))
     outputs, out_tree = jax.tree.flatten(out)
     staged = max([1, *(tokens * step.weight.shape[0] // 2 // OWNERS for step in norms)])
 
@@ -153,11 +153,11 @@ def product_chain(
     )(*arrays)
     found = jax.tree.unflatten(out_tree, results)
     total = residual if found["stream"] is None else found["stream"].reshape(tokens, -1)
-    turn = None if found["turn"] is None else found["turn"].reshape(())
+    epoch = None if found["epoch"] is None else found["epoch"].reshape(())
     if parts is None:
-        return found["results"][0].reshape(last.shares, tokens, last.outputs), total, turn
+        return found["results"][0].reshape(last.shares, tokens, last.outputs), total, epoch
     results = tuple(part.reshape(tokens, -1) for part in found["results"])
-    return results if convolved is None else (*results, jax.freeze(convolved["pool"])), total, turn
+    return results if convolved is None else (*results, jax.freeze(convolved["pool"])), total, epoch
 
 
 def _run(
@@ -180,10 +180,10 @@ def _run(
     where = places(plan, tokens)
     groups = [phase.terms * (phase.pieces // phase.group) for phase in phases]  # that make a block of outputs
     # The groups of weights and the blocks of outputs are numbered over all phases.
-    begin, turns = [jnp.int32(0)], [jnp.int32(0)]
+    begin, ordinals = [jnp.int32(0)], [jnp.int32(0)]
     for count, own in zip(groups, work, strict=True):
         begin.append(begin[-1] + own.count * count)
-        turns.append(turns[-1] + own.count)
+        ordinals.append(ordinals[-1] + own.count)
 
     def group_of(phase: Phase, slot: Any, *shape: int) -> Any:
         """A group of weights in SMEM."""
@@ -240,11 +240,11 @@ def _run(
         return residual_stream.receive_weighted(stream, at.squares, factors, step, phase.pieces, tokens, dtype), total
 
     def devices_of(norm: int) -> Devices:
-        """Returns the devices and the turn of a norm's sum. For the number of norms, the turn is the next launch's."""
+        """Returns the devices and the epoch of a norm's sum. For the number of norms, the epoch is the next launch's."""
         assert capacity is not None
-        addresses, turn, _ = refs.over_devices
+        addresses, epoch, _ = refs.over_devices
         sums = sum(step.over_devices for step in norms[:norm])
-        return Devices(addresses, turn, addresses.shape[0] // 2 - 1, capacity, sums)
+        return Devices(addresses, epoch, addresses.shape[0] // 2 - 1, capacity, sums)
 
     def owned(number: int, norm: int, total: jax.Array, weights: jax.Array) -> jax.Array:
         """Adds what a phase has computed to this CTA's part of the residual stream, if it has one."""
@@ -285,7 +285,7 @@ def _run(
             if number + 1 < len(phases):
                 messages.signal(counter(number))
         if capacity is not None:
-            hp.when(program == 0)(lambda: next_turn(devices_of(len(norms)), refs.out.turn))
+            hp.when(program == 0)(lambda: next_epoch(devices_of(len(norms)), refs.out.epoch))
 
     def multiply_block(number: int, x: jax.Array, rows: jax.Array | None, place: Any, _: None) -> None:
         """Multiplies by a block of weights, or by two of which one is the gate of the other.
@@ -308,7 +308,7 @@ def _run(
         fragments.finish(
             sums,
             refs.partials,
-            turns[number] + place,
+            ordinals[number] + place,
             tokens,
             factors,
             *emitting(number, share, row, phase.outputs, held),

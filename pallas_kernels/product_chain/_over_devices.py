@@ -1,7 +1,7 @@
 """How owners of the residual stream on several devices add up what each device has, on Hopper GPUs.
 
 An owner sends its sums to the owner of the same channels on every device, its own included, and waits for theirs. A number
-travels with the turn in which it was sent, as one word of 64 bits, which memory never tears: see `all_reduce`.
+travels with the epoch in which it was sent, as one word of 64 bits, which memory never tears: see `all_reduce`.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from pallas_kernels.hopper import messages
 
 
 class Devices(NamedTuple):
-    """The devices, their mailboxes and a turn.
+    """The devices, their mailboxes and a epoch.
 
     Attributes:
         addresses: The addresses of the mailboxes: see `Mailboxes`. int32 [2 * (count + 1)], in GMEM
-        turn: The turn of the chain's first sum over devices. int32 [1], in GMEM
+        epoch: The epoch of the chain's first sum over devices. int32 [1], in GMEM
         count: The number of devices.
         capacity: The numbers that a side of a mailbox holds.
         sums: The number of sums over devices before this one in the chain.
     """
 
     addresses: Any
-    turn: Any
+    epoch: Any
     count: int
     capacity: int
     sums: int
@@ -32,27 +32,27 @@ class Devices(NamedTuple):
     @property
     def operands(self) -> list[Any]:
         """What `inline` gets for `added_up`."""
-        return [(self.addresses, ()), (self.turn, ())]
+        return [(self.addresses, ()), (self.epoch, ())]
 
 
 def added_up(
-    devices: Devices, addresses: Any, turn: Any, pairs: Sequence[Any], places: Sequence[Any]
+    devices: Devices, addresses: Any, epoch: Any, pairs: Sequence[Any], places: Sequence[Any]
 ) -> list[list[Any]]:
     """Adds up pairs of numbers over the devices, in their order, in `inline`.
 
     Args:
         devices: The devices.
         addresses: The operand for `devices.addresses`.
-        turn: The operand for `devices.turn`.
+        epoch: The operand for `devices.epoch`.
         pairs: This thread's pairs of float32 numbers.
-        places: The place of each pair's first number among those of a turn, which is even.
+        places: The place of each pair's first number among those of a epoch, which is even.
 
     Returns:
         The sums, in pairs.
     """
-    own = turn[0] + 2 * devices.sums
+    own = epoch[0] + 2 * devices.sums
     side_bytes = devices.capacity * WORD_BYTES
-    # Turns are odd, so that no word of an empty mailbox has one.
+    # Epochs are odd, so that no word of an empty mailbox has one.
     side = (own >> 1) & (SIDES - 1)
     offsets = [side * side_bytes + place * WORD_BYTES for place in places]
     begins = [hp.load_address(addresses, number) for number in range(devices.count + 1)]
@@ -67,12 +67,12 @@ def added_up(
     return sums
 
 
-def next_turn(devices: Devices, target: Any) -> None:
-    """Stores the turn after the chain in `target`, int32 [1]. `devices.sums` is the number of all sums."""
+def next_epoch(devices: Devices, target: Any) -> None:
+    """Stores the epoch after the chain in `target`, int32 [1]. `devices.sums` is the number of all sums."""
 
-    def body(addresses: Any, turn: Any, target: Any) -> None:
+    def body(addresses: Any, epoch: Any, target: Any) -> None:
         zero = hp.index(hp.i32(0))
         with hp.predicated(hp.thread_of_cta() < 1):
-            target[zero] = turn[zero] + 2 * devices.sums
+            target[zero] = epoch[zero] + 2 * devices.sums
 
     hp.inline(body, *devices.operands, (target, ()))

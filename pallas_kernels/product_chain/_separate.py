@@ -22,13 +22,13 @@ def product_chain(
     steps: Sequence[Step],
     residual: jax.Array | None,
     mailboxes: Mailboxes | None,
-    turn: jax.Array | None,
+    epoch: jax.Array | None,
     convolution: Convolution | None,
     *,
     parts: tuple[int, ...] | None,
     run: Run,
 ) -> tuple[Any, jax.Array | None, jax.Array | None]:
-    """See api.py. It returns the results, the residual stream, and the next turn."""
+    """See api.py. It returns the results, the residual stream, and the next epoch."""
     value = x
     for number, step in enumerate(steps):
         if isinstance(step, GatedNorm):
@@ -41,8 +41,8 @@ def product_chain(
             options |= dict(out_dtype=step.out_dtype, run=run)
             if step.over_devices:
                 assert mailboxes is not None
-                assert turn is not None
-                residual, value, turn = all_reduce_rms_norm(residual, shares, step.weight, mailboxes, turn, **options)
+                assert epoch is not None
+                residual, value, epoch = all_reduce_rms_norm(residual, shares, step.weight, mailboxes, epoch, **options)
             else:
                 residual, value = add_rms_norm(residual, shares, step.weight, **options)
             continue
@@ -55,14 +55,14 @@ def product_chain(
             results = linear(value, weight, parts=parts, run=run)
             if convolution is not None:
                 results = convolved(results, convolution, run)
-            return results, residual, turn
+            return results, residual, epoch
         if step.is_gated:
             value = linear(value, weight, is_gated=True, run=run)[0]
         elif is_last or isinstance(steps[number + 1], Norm):
             value = linear_sums(value, weight, run=run)
         else:
             value = linear(value, weight, run=run)[0]
-    return value, residual, turn
+    return value, residual, epoch
 
 
 def convolved(results: tuple[jax.Array, ...], step: Convolution, run: Run) -> tuple[jax.Array, ...]:

@@ -91,7 +91,7 @@ def all_reduce_product_chain(
     steps: Sequence[Any],
     residual: Float[Array, "tokens channels"] | None,
     mailboxes: Mailboxes,
-    turn: Int[Array, ""],
+    epoch: Int[Array, ""],
     *,
     parts: tuple[int, ...] | None = None,
     run: Run = Run(),
@@ -99,7 +99,7 @@ def all_reduce_product_chain(
     """Runs a chain on every device of a mesh axis: `product_chain`, whose norms may add up what all devices have.
 
     A norm with `over_devices` adds up over the devices what the step before has computed, and then adds the sum to the
-    residual stream, which is the same on all devices. It takes a turn, as a call of `all_reduce` does: see there what all
+    residual stream, which is the same on all devices. It takes a epoch, as a call of `all_reduce` does: see there what all
     devices must do. In one launch, some CTAs own a part of the residual stream each, and send what is to be added to it
     to the same CTAs of the other devices. So no launch adds up sums, and a single token takes the launch for several.
 
@@ -107,11 +107,11 @@ def all_reduce_product_chain(
 
     Returns:
         The results of the last step, the residual stream after the last norm, or `residual` if there is no norm, and the
-        next call's turn.
+        next call's epoch.
     """
     run, steps = run.checked("all_reduce_product_chain", None), _steps_of("all_reduce_product_chain", steps)
     parts = _check("all_reduce_product_chain", x, steps, residual, parts)
-    return _launch(x, steps, residual, mailboxes, turn, parts, run)
+    return _launch(x, steps, residual, mailboxes, epoch, parts, run)
 
 
 def _launch(
@@ -119,11 +119,11 @@ def _launch(
     steps: tuple[Step, ...],
     residual: jax.Array | None,
     mailboxes: Mailboxes | None,
-    turn: jax.Array | None,
+    epoch: jax.Array | None,
     parts: tuple[int, ...] | None,
     run: Run,
 ) -> tuple[Any, jax.Array | None, Any]:
-    """Returns the results, the residual stream, and the next turn."""
+    """Returns the results, the residual stream, and the next epoch."""
     capacity = None if mailboxes is None else mailboxes.capacity
     steps, convolution = _without_convolution(steps)
     reason = _schedule.unsupported(x, steps, residual, parts, device.sm_count(), capacity)
@@ -139,10 +139,10 @@ def _launch(
             convolution, later = None, convolution
         else:
             reason = unable
-    results, residual, turn = _run(x, steps, residual, mailboxes, turn, convolution, parts, run, reason)
+    results, residual, epoch = _run(x, steps, residual, mailboxes, epoch, convolution, parts, run, reason)
     if later is not None:
         results = _separate.convolved(results, later, run)
-    return results, residual, turn
+    return results, residual, epoch
 
 
 def _steps_of(op: str, steps: Any) -> tuple[Any, ...]:
@@ -284,12 +284,12 @@ def _check_experts(name: str, step: Experts, channels: int) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "run", "reason"))
-def _run(x, steps, residual, mailboxes, turn, convolution, parts, run, reason):
+def _run(x, steps, residual, mailboxes, epoch, convolution, parts, run, reason):
     separate = functools.partial(_separate.product_chain, parts=parts, run=run)
     return dispatch(
         "product_chain" if mailboxes is None else "all_reduce_product_chain",
         run.implementation,
-        (x, steps, residual, mailboxes, turn, convolution),
+        (x, steps, residual, mailboxes, epoch, convolution),
         xla=separate,
         triton=separate,
         mosaic_gpu=reason or _one_launch(x, mailboxes, parts),

@@ -43,7 +43,7 @@ def product_chain(
     steps: Sequence[Step],
     residual: jax.Array | None,
     mailboxes: None,
-    turn: None,
+    epoch: None,
     convolution: Convolution | None,
     *,
     parts: tuple[int, ...] | None,
@@ -96,11 +96,11 @@ def product_chain(
     total = residual if residual is None or not norms else results[0][None]
     results = results[len(norms) > 0 :]
     if plan.ends_with_norm:
-        return results[0][None], total, turn
+        return results[0][None], total, epoch
     if parts is None:
-        return results[0].reshape(-1, 1, plan.phases[-1].outputs), total, turn
+        return results[0].reshape(-1, 1, plan.phases[-1].outputs), total, epoch
     results = tuple(part[None] for part in results)
-    return results if convolved is None else (*results, jax.freeze(convolved["pool"])), total, turn
+    return results if convolved is None else (*results, jax.freeze(convolved["pool"])), total, epoch
 
 
 def _memory_of_choice(plan: Schedule) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from pallas_kernels.rms_norm.config import Config
 @checked
 def add_rms_norm(
     x: Float[Array, "tokens channels"],
-    addend: Float[Array, "shares tokens channels"],
+    addend: Float[Array, "splits tokens channels"],
     weight: Float[Array, " channels"],
     *,
     epsilon: float,
@@ -26,11 +26,11 @@ def add_rms_norm(
     out_dtype: str | None = None,
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "tokens channels"]]:
-    """Adds a layer's outputs to the residual stream and normalises the sum.
+    """Add a layer's outputs to the residual stream and normalise the sum.
 
     The results are::
 
-        total = x + scale * sum of addend over its shares
+        total = x + scale * sum of addend over its splits
         normed = total / sqrt(mean(total^2) + epsilon) * (offset + weight)
 
     A token's result does not depend on other tokens, to the bit.
@@ -40,12 +40,12 @@ def add_rms_norm(
 
     Args:
         x: The residual stream.
-        addend: What is added, in shares: see `linear_sums`.
+        addend: The layer's outputs as split-K partial sums: see `linear_sums`.
         weight: Weights of the norm.
         epsilon: Added to the mean square.
         offset: Added to the weights.
         scale: Factor of the addend.
-        out_dtype: Dtype of the normed values; None is x's.
+        out_dtype: Dtype of the normed values; None is x's dtype.
         run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
@@ -57,7 +57,7 @@ def add_rms_norm(
             many channels.
     """
     run = run.checked("add_rms_norm", Config)
-    require(addend.shape[0] >= 1, "add_rms_norm: addend must have at least one share, got none")
+    require(addend.shape[0] >= 1, "add_rms_norm: addend must have at least one partial sum, got none")
     dtype = dtype_of("add_rms_norm", "out_dtype", out_dtype, x.dtype)
     if x.size == 0:
         return x, x.astype(dtype)

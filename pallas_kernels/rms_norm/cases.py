@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """A call: its tokens, channels and shares."""
+    """A call: its tokens, channels and split-K partial sums."""
 
     name: str
     tokens: int
     channels: int
-    shares: int
+    splits: int
     dtype: str = "bfloat16"
     addend_dtype: str = "float32"
 

@@ -13,7 +13,7 @@ class Config:
         num_warps: Warps of a program.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field is out of range.
     """
 
     num_warps: int
@@ -22,12 +22,12 @@ class Config:
         check_config("add_rms_norm", self)
 
 
-def default_config(num_channels: int, num_shares: int) -> Config:
-    """Returns the configuration for tokens of `num_channels` channels: a thread has about 20 of them.
+def default_config(num_channels: int, num_splits: int) -> Config:
+    """Return the configuration for tokens of `num_channels` channels: a thread has about 20 of them.
 
-    For 2560 channels in up to four shares it is the fastest on an H200 with JAX 0.11.2. With more shares, such as those of a
-    token's experts, a thread has a quarter of the channels. The compiler would else wait for some of its loads before it
-    starts the others.
+    For 2560 channels and up to four splits it is the fastest on an H200 with JAX 0.11.2. With more splits, such as one for
+    each of a token's experts, a thread has a quarter of the channels. The compiler would else wait for some of its loads
+    before it issues the others.
     """
     num_warps = 1 << max(num_channels // 512, 1).bit_length() - 1
-    return Config(num_warps=min(16, num_warps * (4 if num_shares > 4 else 1)))
+    return Config(num_warps=min(16, num_warps * (4 if num_splits > 4 else 1)))

@@ -9,22 +9,22 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels.dispatch import Run
 from pallas_kernels.rms_norm.config import default_config
 
-_MAX_CHANNELS = 32768  # whose values a program still keeps in registers
+_MAX_CHANNELS = 32768  # that a program still keeps in registers
 
 
 def unsupported(num_channels: int) -> str | None:
-    """Returns why the kernel cannot run tokens of so many channels, or None if it can."""
+    """Return why the kernel cannot run tokens of `num_channels` channels, or None if it can."""
     if num_channels <= _MAX_CHANNELS:
         return None
     return f"x must have at most {_MAX_CHANNELS} channels, got {num_channels}"
 
 
-def sum_of_shares(refs: pt.Refs, token: jax.Array, channel: jax.Array, exists: jax.Array) -> jax.Array:
-    """Adds up the shares of `refs.addend` of a token; returns float32 [channels]."""
-    load = lambda share: pt.load(refs.addend.at[share, token, channel], mask=exists, other=0.0).astype(jnp.float32)
+def sum_over_splits(refs: pt.Refs, token: jax.Array, channel: jax.Array, exists: jax.Array) -> jax.Array:
+    """Add up the partial sums of a token in `refs.addend`; returns float32 [channels]."""
+    load = lambda split: pt.load(refs.addend.at[split, token, channel], mask=exists, other=0.0).astype(jnp.float32)
     total = load(0)
-    for share in range(1, refs.addend.shape[0]):
-        total = total + load(share)
+    for split in range(1, refs.addend.shape[0]):
+        total = total + load(split)
     return total
 
 
@@ -39,7 +39,7 @@ def store_normed(
     offset: float,
     scale: float,
 ) -> None:
-    """Adds `addend`, float32 [channels], to a token of `refs.x`, and stores the total and its norm."""
+    """Add `addend`, float32 [channels], to a token of `refs.x`, and store the total and its norm."""
     load = lambda at: pt.load(at, mask=exists, other=0.0).astype(jnp.float32)
     weight = offset + load(refs.weight.at[channel])
     total = (load(refs.x.at[token, channel]) + scale * addend).astype(refs.x.dtype)
@@ -52,7 +52,7 @@ def store_normed(
 def _kernel(refs: pt.Refs, *, epsilon: float, offset: float, scale: float) -> None:
     token, num_channels = pt.program_id(0), refs.x.shape[1]
     channel, exists = pt.lanes(0, pt.power_of_two(num_channels), num_channels)
-    total = sum_of_shares(refs, token, channel, exists)
+    total = sum_over_splits(refs, token, channel, exists)
     store_normed(refs, token, channel, exists, total, epsilon=epsilon, offset=offset, scale=scale)
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 
-def sum_of_shares(addend: jax.Array) -> jax.Array:
-    """Adds up [shares, tokens, channels] in the order of the shares; returns float32 [tokens, channels]."""
-    return functools.reduce(operator.add, [addend[share].astype(jnp.float32) for share in range(addend.shape[0])])
+def sum_over_splits(addend: jax.Array) -> jax.Array:
+    """Add up [splits, tokens, channels] in the order of the splits; returns float32 [tokens, channels]."""
+    return functools.reduce(operator.add, [addend[split].astype(jnp.float32) for split in range(addend.shape[0])])
 
 
 def add_rms_norm(
@@ -23,7 +23,7 @@ def add_rms_norm(
     out_dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """See api.py."""
-    total = (x.astype(jnp.float32) + scale * sum_of_shares(addend)).astype(x.dtype)
+    total = (x.astype(jnp.float32) + scale * sum_over_splits(addend)).astype(x.dtype)
     y = total.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
     return total, (y * (offset + weight.astype(jnp.float32))[None]).astype(out_dtype)

@@ -260,7 +260,7 @@ def lower_linear(device, case, implementation="triton", outputs=None):
 def lower_add_rms_norm(device, case, implementation="triton"):
     x, addend = (
         array(case.dtype, case.tokens, case.channels),
-        array(case.addend_dtype, case.shares, case.tokens, case.channels),
+        array(case.addend_dtype, case.splits, case.tokens, case.channels),
     )
     run = lambda *arguments: add_rms_norm(*arguments, epsilon=1e-6, run=Run(implementation=implementation))
     return lower(device, run, x, addend, array(jnp.float32, case.channels), donated=())
@@ -269,18 +269,18 @@ def lower_add_rms_norm(device, case, implementation="triton"):
 def lower_all_reduce(device, case, implementation="triton"):
     x, addend = (
         array(case.dtype, case.tokens, case.channels),
-        array(case.addend_dtype, case.shares, case.tokens, case.channels),
+        array(case.addend_dtype, case.splits, case.tokens, case.channels),
     )
     memory = array(jnp.int32, 1, case.devices * 2 * 2 * 2**20)
     addresses = array(jnp.int32, 1, case.devices + 1, 2)
     # The axis of `on`.
     boxes = Mailboxes(memory=memory, addresses=addresses, capacity=2**20, axis="_")
 
-    def run(x, addend, weight, boxes, turn):
+    def run(x, addend, weight, boxes, epoch):
         how = Run(implementation=implementation)
         if case.is_normed:
-            return all_reduce_rms_norm(x, addend, weight, boxes, turn, epsilon=1e-6, run=how)
-        return all_reduce(addend, boxes, turn, run=how)
+            return all_reduce_rms_norm(x, addend, weight, boxes, epoch, epsilon=1e-6, run=how)
+        return all_reduce(addend, boxes, epoch, run=how)
 
     def on_devices(*arguments):
         mesh = jax.sharding.get_abstract_mesh()

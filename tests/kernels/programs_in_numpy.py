@@ -62,23 +62,23 @@ class Programs(Threads):
             assert time.monotonic() < deadline, "a program waits for what nobody sends"
             self.changed.wait(0.5)
 
-    def send_to_device(self, place, pair, turn):
-        """Stores pairs of numbers with their turn in the mailboxes of any device. No other turn's may be waited for."""
-        here, place, turn = self.mask(), np.asarray(place), np.asarray(turn)
+    def send_to_device(self, place, pair, epoch):
+        """Stores pairs of numbers with their epoch in the mailboxes of any device. No other epoch's may be waited for."""
+        here, place, epoch = self.mask(), np.asarray(place), np.asarray(epoch)
         assert (place % 16 == 0).all()
         for thread in np.flatnonzero(here):
             mailbox, word = self.mailboxes[place[thread] // DEVICE - 1], place[thread] % DEVICE // 4
             bits = [np.float32(number[thread]).view(np.int32) for number in pair]
-            assert mailbox[word + 1] in (0, turn[thread], turn[thread] - 2 * SIDES), "a turn is left out"
-            mailbox[word : word + 4] = bits[0], turn[thread], bits[1], turn[thread]
+            assert mailbox[word + 1] in (0, epoch[thread], epoch[thread] - 2 * SIDES), "an epoch is left out"
+            mailbox[word : word + 4] = bits[0], epoch[thread], bits[1], epoch[thread]
         self.changed.notify_all()
 
-    def receive_from_device(self, place, turn):
-        """Waits for pairs of numbers of a turn in this device's mailbox."""
-        place, turn = np.asarray(place), np.asarray(turn)
+    def receive_from_device(self, place, epoch):
+        """Waits for pairs of numbers of an epoch in this device's mailbox."""
+        place, epoch = np.asarray(place), np.asarray(epoch)
         (number,) = set(place // DEVICE - 1)
         mailbox, words = self.mailboxes[number], place % DEVICE // 4
-        self.wait(lambda: all((mailbox[words + n] == turn).all() for n in (1, 3)))
+        self.wait(lambda: all((mailbox[words + n] == epoch).all() for n in (1, 3)))
         return [mailbox[words + n].view(np.float32) for n in (0, 2)]
 
     def poll(self, loaded, places, dtype):
@@ -137,19 +137,19 @@ def run(monkeypatch, x, steps, residual, parts, number_of_programs):
     return device.results()
 
 
-def run_on_devices(monkeypatch, arguments, parts, number_of_programs, turn):
+def run_on_devices(monkeypatch, arguments, parts, number_of_programs, epoch):
     """Runs a chain on several devices at the same time.
 
-    `arguments` has (x, steps, residual) of each device. Returns the results of each device, and the next turn of each.
+    `arguments` has (x, steps, residual) of each device. Returns the results of each device, and the next epoch of each.
     """
     programs = _in_numpy(monkeypatch, devices=len(arguments))
     addresses = [programs.addresses(number) for number in range(len(arguments))]
     devices = [
-        _Device(*given, parts, (where, Ref(np.array([turn], np.int32)), None))
+        _Device(*given, parts, (where, Ref(np.array([epoch], np.int32)), None))
         for given, where in zip(arguments, addresses, strict=True)
     ]
     _run(programs, devices, number_of_programs)
-    return [device.results() for device in devices], [int(device.out.turn.array[0]) for device in devices]
+    return [device.results() for device in devices], [int(device.out.epoch.array[0]) for device in devices]
 
 
 def _in_numpy(monkeypatch, devices):
@@ -187,7 +187,7 @@ class _Device:
         self.out = SimpleNamespace(
             results=[Ref(np.full(size, np.nan, self.dtype if parts else np.float32)) for size in sizes],
             stream=Ref(np.full(residual.size, np.nan, residual.dtype)) if self.norms else None,
-            turn=Ref(np.zeros(1, np.int32)),
+            epoch=Ref(np.zeros(1, np.int32)),
         )
         self.refs = dict(
             x=flat(x),

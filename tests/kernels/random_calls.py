@@ -862,10 +862,10 @@ def on_devices(op: Callable[..., Any]) -> Callable[..., Any]:
     """Lets an op run inside a `shard_map` over the axis "_", whose mailboxes are only described."""
 
     @functools.wraps(op)
-    def run(capacity, devices, turn, **arguments):
-        def inside(arrays, memory, addresses, turn):
+    def run(capacity, devices, epoch, **arguments):
+        def inside(arrays, memory, addresses, epoch):
             boxes = ops.Mailboxes(memory=memory, addresses=addresses, capacity=capacity, axis="_")
-            return op(mailboxes=boxes, turn=turn, **arrays, **options)
+            return op(mailboxes=boxes, epoch=epoch, **arrays, **options)
 
         is_array = lambda x: any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
         arrays = {name: x for name, x in arguments.items() if is_array(x)}
@@ -875,14 +875,14 @@ def on_devices(op: Callable[..., Any]) -> Callable[..., Any]:
         every = jax.sharding.PartitionSpec()
         mesh = jax.sharding.get_abstract_mesh()
         mapped = jax.shard_map(inside, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
-        return mapped(arrays, memory, addresses, turn)
+        return mapped(arrays, memory, addresses, epoch)
 
     return run
 
 
 def _over_devices(draw: Draw, words: int) -> dict[str, Any]:
     capacity = draw.one(words, words, 2**20, max(words - 1, 1))
-    return dict(capacity=capacity, devices=draw.one(1, 2, 4, 8), turn=np.int32(1)[...])
+    return dict(capacity=capacity, devices=draw.one(1, 2, 4, 8), epoch=np.int32(1)[...])
 
 
 def all_reduce(draw: Draw) -> Call:

@@ -37,7 +37,7 @@ def mailboxes(mesh, capacity):
 
 
 def on_devices(mesh, boxes, function, *arguments):
-    """Lets every device run `function` on its mailbox and its share of each array. Returns the results of all devices."""
+    """Lets every device run `function` on its mailbox and its shard of each array. Returns the results of all devices."""
 
     def run(boxes, *parts):
         return jax.tree.map(lambda x: x[None], function(boxes, *(part[0] for part in parts)))
@@ -46,8 +46,8 @@ def on_devices(mesh, boxes, function, *arguments):
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False))(boxes, *arguments)
 
 
-def draw(rng, devices, shares, tokens, channels, dtype="float32"):
-    return jnp.asarray(rng.normal(size=(devices, shares, tokens, channels)), dtype)
+def draw(rng, devices, splits, tokens, channels, dtype="float32"):
+    return jnp.asarray(rng.normal(size=(devices, splits, tokens, channels)), dtype)
 
 
 COUNTS = [1, pytest.param(2, marks=pytest.mark.gpu)]
@@ -61,9 +61,9 @@ def test_sums_match_float64_on_every_device(rng, count, shape, implementation):
     boxes, addend = mailboxes(mesh, 2**16), draw(rng, count, *shape)
 
     def run(boxes, addend):
-        turn, found = jnp.int32(1), []
+        epoch, found = jnp.int32(1), []
         for factor in (1, 2, 3, 4, 5):
-            total, turn = all_reduce(factor * addend, boxes, turn, run=run_by(implementation))
+            total, epoch = all_reduce(factor * addend, boxes, epoch, run=run_by(implementation))
             found.append(total)
         return jnp.stack(found)
 
@@ -85,9 +85,9 @@ def test_sum_and_norm_match_the_oracle(rng, count, dtype, addend_dtype, implemen
     def run(boxes, x, addend, weight):
         return all_reduce_rms_norm(x, addend, weight, boxes, jnp.int32(7), **options, run=run_by(implementation))
 
-    totals, normed, turns = on_devices(mesh, boxes, run, x, addend, weight)
+    totals, normed, epochs = on_devices(mesh, boxes, run, x, addend, weight)
     everything = addend.reshape(-1, 5, 1000)
-    assert set(np.asarray(turns).tolist()) == {9 if implementation == "triton" else 7}
+    assert set(np.asarray(epochs).tolist()) == {9 if implementation == "triton" else 7}
     for device in range(count):
         wanted, _ = oracle(x[0], everything, weight[0], **options)
         assert_close(totals[device], wanted, dtype, len(everything), "total")
@@ -99,26 +99,26 @@ def test_sum_and_norm_match_the_oracle(rng, count, dtype, addend_dtype, implemen
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", COUNTS)
 def test_many_turns_of_many_sizes_over_the_wrap_of_the_turn(rng, count):
-    """Nothing waits for ever, and no turn gets the numbers of another one, whatever the sizes of both."""
+    """Nothing waits for ever, and no epoch gets the values of another one, whatever the sizes of both."""
     mesh = mesh_of(count)
     boxes = mailboxes(mesh, 2**16)
     sizes = [(int(rng.integers(1, 9)), int(rng.integers(1, 3000))) for _ in range(40)]
     parts = [draw(rng, count, 1, *size) for size in sizes]
 
-    def run(boxes, turn, *parts):
+    def run(boxes, epoch, *parts):
         found = []
         for part in parts:
-            total, turn = all_reduce(part, boxes, turn, run=run_by("triton"))
+            total, epoch = all_reduce(part, boxes, epoch, run=run_by("triton"))
             found.append(total)
-        return turn, found
+        return epoch, found
 
-    turn = jnp.full(count, 2**31 - 41, jnp.int32)
+    epoch = jnp.full(count, 2**31 - 41, jnp.int32)
     for _ in range(3):
-        turn, found = on_devices(mesh, boxes, run, turn, *parts)
+        epoch, found = on_devices(mesh, boxes, run, epoch, *parts)
         for part, total in zip(parts, found, strict=True):
             for device in range(count):
                 assert_close(total[device], np.asarray(part, np.float64).sum((0, 1)), "float32", count, "total")
-    assert turn[0] < 0
+    assert epoch[0] < 0
 
 
 @pytest.mark.gpu
@@ -134,29 +134,29 @@ def test_tokens_that_mailboxes_do_not_hold_are_left_to_xla(rng):
     mesh, boxes = mesh_of(1), Mailboxes.create(mesh_of(1), AXIS, 100)
     part = draw(rng, 1, 1, 3, 40)
     run = lambda boxes, part: all_reduce(part, boxes, jnp.int32(5))
-    total, turn = on_devices(mesh, boxes, run, part)
+    total, epoch = on_devices(mesh, boxes, run, part)
     assert_close(total[0], np.asarray(part)[0, 0], "float32", 1, "total")
-    assert turn[0] == 5
-    with pytest.raises(UnsupportedError, match=r"addend must have at most 100 numbers, .* got 120"):
+    assert epoch[0] == 5
+    with pytest.raises(UnsupportedError, match=r"addend must have at most 100 elements, .* got 120"):
         on_devices(mesh, boxes, lambda boxes, part: all_reduce(part, boxes, jnp.int32(5), run=run_by("triton")), part)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 0, 3), (1, 2, 3, 0)], ids=str)
 def test_a_call_without_tokens_or_channels_takes_no_turn(shape):
     mesh = mesh_of(1)
-    total, turn = on_devices(
+    total, epoch = on_devices(
         mesh, mailboxes(mesh, 64), lambda boxes, x: all_reduce(x, boxes, jnp.int32(1)), jnp.zeros(shape)
     )
-    assert (total.shape, turn.tolist()) == ((1, *shape[2:]), [1])
+    assert (total.shape, epoch.tolist()) == ((1, *shape[2:]), [1])
 
 
 def test_errors_name_the_bad_argument():
     mesh = mesh_of(1)
     boxes = Mailboxes.create(mesh, AXIS, 100)
     run = lambda addend: on_devices(mesh, boxes, lambda boxes, part: all_reduce(part, boxes, jnp.int32(1)), addend)
-    with pytest.raises(ValueError, match=r"all_reduce: addend must be Float\[shares tokens channels\], got"):
+    with pytest.raises(ValueError, match=r"all_reduce: addend must be Float\[splits tokens channels\], got"):
         run(jnp.zeros((1, 2, 3)))
-    with pytest.raises(ValueError, match="all_reduce: addend must have at least one share, got none"):
+    with pytest.raises(ValueError, match="all_reduce: addend must have at least one partial sum, got none"):
         run(jnp.zeros((1, 0, 2, 3)))
     with pytest.raises(ValueError, match="Mailboxes: capacity must be 1 to 134217727, got 0"):
         Mailboxes.create(mesh, AXIS, 0)
@@ -257,12 +257,12 @@ def device(me, begins, calls, memory, found, *, sides, capacity, pack):
     text, constraints = sum_over_devices(count, source, pack)
     addresses = [begin + me * source for begin in begins] + [begins[me]]
     for call, (numbers, random) in enumerate(calls):
-        turn, threads = 2 * call + 1, []
+        epoch, threads = 2 * call + 1, []
         for first in range(0, len(numbers[me]), pack):
-            given = [bits(x) for x in numbers[me][first : first + pack]], [turn] * pack, []
+            given = [bits(x) for x in numbers[me][first : first + pack]], [epoch] * pack, []
             for element in range(first, first + pack):
                 exists = element < len(numbers[me]) - 1  # The last one is padding.
-                given[2].append((((turn >> 1) % sides) * capacity + element) * WORD_BYTES if exists else 2**32 - 1)
+                given[2].append((((epoch >> 1) % sides) * capacity + element) * WORD_BYTES if exists else 2**32 - 1)
             given = [0] * pack, *given, *([half] * pack for a in addresses for half in (a % 2**32, a >> 32))
             operands = {f"${place}": x for place, x in enumerate(x for each in given for x in each)}
             assert len(operands) == len(constraints.split(","))

@@ -53,7 +53,7 @@ def oracle_of_devices(arguments, dtype):
 
 
 @pytest.mark.parametrize(
-    ("case", "tokens", "devices", "turn"),
+    ("case", "tokens", "devices", "epoch"),
     [
         pytest.param(PARTS, 3, 2, 1, id="parts of one block"),
         pytest.param(OF_TOKENS[0], 1, 2, 3, id="sums of shares, one token"),
@@ -61,13 +61,13 @@ def oracle_of_devices(arguments, dtype):
         pytest.param(OF_TOKENS[5], 16, 4, 7, id="heads of 128 channels", marks=pytest.mark.deep),
     ],
 )
-def test_all_programs_of_all_devices_together_match_the_oracle(rng, monkeypatch, case, tokens, devices, turn):
+def test_all_programs_of_all_devices_together_match_the_oracle(rng, monkeypatch, case, tokens, devices, epoch):
     arguments = drawn_for(rng, case, tokens, devices)
     wanted, wanted_total = oracle_of_devices(arguments, case.dtype)
-    results, turns = programs_in_numpy.run_on_devices(monkeypatch, arguments, case.parts, PROGRAMS, turn)
+    results, epochs = programs_in_numpy.run_on_devices(monkeypatch, arguments, case.parts, PROGRAMS, epoch)
     steps = arguments[0][1]
     norms = sum(isinstance(step, Norm) for step in steps)
-    assert turns == [turn + 2 * norms] * devices
+    assert epochs == [epoch + 2 * norms] * devices
     roundings, terms = 2 * len(steps), devices * case.inputs
     for (found, total), own in zip(results, wanted, strict=True):
         found = whole(tuple(found) if case.parts else jnp.asarray(found))
@@ -87,11 +87,11 @@ def on_one_device(function):
 def test_on_one_device_the_sum_is_what_it_has(rng):
     x, steps, residual = draw(rng, SMALL[0], 3)
     run = lambda boxes: all_reduce_product_chain(x, over_devices(steps), residual, boxes, jnp.int32(1))
-    out, total, turn = on_one_device(run)
+    out, total, epoch = on_one_device(run)
     wanted, wanted_total = jax.jit(product_chain)(x, steps, residual)
     np.testing.assert_array_equal(out, wanted)
     np.testing.assert_array_equal(total, wanted_total)
-    assert turn == 1  # XLA's sums take no turn.
+    assert epoch == 1  # XLA's sums take no epoch.
 
 
 def test_norms_over_devices_need_mailboxes_that_hold_the_tokens(rng):

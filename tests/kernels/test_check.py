@@ -181,10 +181,10 @@ def test_names_of_dtypes_are_checked(op, argument):
 
 def test_names_of_dtypes_of_norms_are_checked():
     x, addend, weight = ONES[2], ONES[3], ONES[1]
-    turn, boxes = jnp.int32(1), Mailboxes.create(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), "x", 100)
+    epoch, boxes = jnp.int32(1), Mailboxes.create(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), "x", 100)
     wanted = "out_dtype must be the name of a floating-point dtype or None, got 'int8'"
     with pytest.raises(ValueError, match=f"^all_reduce_rms_norm: {wanted}"):
-        pallas_kernels.all_reduce_rms_norm(x, addend, weight, boxes, turn, epsilon=1e-6, out_dtype="int8")
+        pallas_kernels.all_reduce_rms_norm(x, addend, weight, boxes, epoch, epsilon=1e-6, out_dtype="int8")
     with pytest.raises(ValueError, match=f"^product_chain: step 0: {wanted}"):
         pallas_kernels.product_chain(x, (Norm(jnp.ones(4), 1e-6, out_dtype="int8"),), x)
     with pytest.raises(ValueError, match="step 0: out_dtype must be str or None, got 8"):

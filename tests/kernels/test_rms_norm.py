@@ -17,8 +17,8 @@ DTYPES = [
 ]
 
 
-def draw(rng, tokens, channels, shares, dtype="float32", addend_dtype="float32"):
-    x, addend = rng.normal(size=(tokens, channels)), rng.normal(size=(shares, tokens, channels))
+def draw(rng, tokens, channels, splits, dtype="float32", addend_dtype="float32"):
+    x, addend = rng.normal(size=(tokens, channels)), rng.normal(size=(splits, tokens, channels))
     return jnp.asarray(x, dtype), jnp.asarray(addend, addend_dtype), jnp.asarray(rng.normal(size=channels), jnp.float32)
 
 
@@ -65,11 +65,11 @@ def test_a_call_without_tokens_returns_none():
 
 def test_errors_name_the_bad_argument():
     x, addend, weight = jnp.zeros((2, 8)), jnp.zeros((1, 2, 8)), jnp.ones(8)
-    with pytest.raises(ValueError, match=r"add_rms_norm: addend must be Float\[shares tokens channels\], got"):
+    with pytest.raises(ValueError, match=r"add_rms_norm: addend must be Float\[splits tokens channels\], got"):
         add_rms_norm(x, x, weight, epsilon=1e-6)
     with pytest.raises(ValueError, match=r"add_rms_norm: weight must be Float\[ ?channels\], got"):
         add_rms_norm(x, addend, weight[:7], epsilon=1e-6)
-    with pytest.raises(ValueError, match="add_rms_norm: addend must have at least one share, got none"):
+    with pytest.raises(ValueError, match="add_rms_norm: addend must have at least one partial sum, got none"):
         add_rms_norm(x, addend[:0], weight, epsilon=1e-6)
     wide = jnp.zeros((1, 40000))
     with pytest.raises(UnsupportedError, match="x must have at most 32768 channels, got 40000"):

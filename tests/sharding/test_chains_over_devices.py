@@ -25,10 +25,10 @@ def chains(monkeypatch):
     """Lists, for each chain that is launched, why the launch of a Hopper GPU does not take it; None if it does."""
     found, original = [], exchange.all_reduce_product_chain
 
-    def record(x, steps, residual, mailboxes, turn, *, parts=None, **options):
+    def record(x, steps, residual, mailboxes, epoch, *, parts=None, **options):
         products = without_convolution(steps)
         found.append(_schedule.unsupported(x, products, residual, parts, H200_CORES, mailboxes.capacity))
-        return original(x, steps, residual, mailboxes, turn, parts=parts, **options)
+        return original(x, steps, residual, mailboxes, epoch, parts=parts, **options)
 
     monkeypatch.setattr(exchange, "all_reduce_product_chain", record)
     return found

@@ -41,16 +41,16 @@ def test_tokens_on_two_gpus_are_those_of_one(rng, drafts):
     one, two = engine_over(1, model, drafts), engine_over(2, model, drafts)
     assert (two.runner.mailboxes is not None) == can_write_each_other(jax.devices()[:2])
     wanted = [output.token_ids for output in one.generate(prompts, PARAMS)]
-    reference, turn = Reference(model), 1
+    reference, epoch = Reference(model), 1
     for fresh in (False, False, True):
         if fresh:
-            # Fresh mailboxes begin with turn 1 again.
+            # Fresh mailboxes begin with epoch 1 again.
             two.runner.reset()
             two.reset_prefix_cache()
         found = [output.token_ids for output in two.generate(prompts, PARAMS)]
         for prompt, mine, first in zip(prompts, found, wanted, strict=True):
             assert mine == first or reference.judge(prompt, mine).right
-        # Every all-reduce has taken a turn.
-        after = int(two.runner.device_state.turn)
-        assert after > (1 if fresh else turn) or two.runner.mailboxes is None
-        turn = after
+        # Every all-reduce has taken an epoch.
+        after = int(two.runner.device_state.epoch)
+        assert after > (1 if fresh else epoch) or two.runner.mailboxes is None
+        epoch = after

@@ -42,7 +42,7 @@ class DeviceInputs:
 
 
 def new_mailboxes(layout: Layout | None, hidden_size: int) -> Mailboxes | None:
-    """Makes empty mailboxes, as turn 1 needs them, if the devices can write into each other's memory."""
+    """Makes empty mailboxes, as epoch 1 needs them, if the devices can write into each other's memory."""
     if layout is None or not hidden_size or layout.mesh.axis_names != (AXIS,):
         return None
     if not can_write_each_other(layout.mesh.devices.flatten().tolist()):

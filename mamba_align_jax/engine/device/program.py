@@ -104,7 +104,7 @@ class DeviceState:
         tables: State blocks of each slot.
         page_tables: KV pages of each slot, in the order of their positions. int32 [slots, pages].
         pending: Tokens that the device knows before the host does.
-        turn: The next turn of an exchange between the devices: see `pallas_kernels.all_reduce`. int32 []
+        epoch: The next epoch of an exchange between the devices: see `pallas_kernels.all_reduce`. int32 []
     """
 
     pool: StatePool
@@ -113,7 +113,7 @@ class DeviceState:
     tables: BlockTables
     page_tables: jax.Array
     pending: Pending
-    turn: jax.Array
+    epoch: jax.Array
 
     @classmethod
     def create(
@@ -147,7 +147,7 @@ class DeviceState:
                 tables=BlockTables.create(spec),
                 page_tables=jnp.zeros((spec.max_num_seqs, -(-spec.max_model_len // page_size)), jnp.int32),
                 pending=Pending.create(spec.max_num_seqs, spec.window, history),
-                turn=jnp.ones((), jnp.int32),
+                epoch=jnp.ones((), jnp.int32),
             )
 
         if layout is None:
@@ -193,7 +193,7 @@ def device_specs(layout: Layout, spec: AlignConfig) -> DeviceState:
         tables=every,
         page_tables=every,
         pending=every,
-        turn=every,
+        epoch=every,
     )
 
 
@@ -261,7 +261,7 @@ def _run_step(
 ) -> tuple[Packed, DeviceState, SamplerState | None]:
     """The step on one device: see `run_step`."""
     model, inputs = graph.model(params), packed.unpack()
-    exchange = None if mailboxes is None else Exchange(mailboxes, device_state.turn)
+    exchange = None if mailboxes is None else Exchange(mailboxes, device_state.epoch)
     if exchange is not None:
         exchange_by(model, exchange)
     batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
@@ -331,7 +331,7 @@ def _run_step(
         tables=tables,
         page_tables=page_tables,
         pending=pending,
-        turn=device_state.turn if exchange is None else exchange.turn,
+        epoch=device_state.epoch if exchange is None else exchange.epoch,
     )
     return pack(result), after, sampler
 
