@@ -20,26 +20,27 @@ def least_kept(
     *,
     run: Run = Run(),
 ) -> Float32[Array, " rows"]:
-    """Returns the least weight of the tokens that `top_k` and `top_p` keep in each row.
+    """Return the least probability of the tokens that `top_k` and `top_p` keep in each row.
 
-    `top_k` keeps a token if fewer than `top_k` tokens have more weight. Of the tokens that are left, `top_p` keeps one if
-    those with more weight have less than `top_p` of their total. So tokens of equal weight are kept or dropped together,
-    and the most likely token is always kept. The definitions are vLLM's, but for equal weights.
+    `top_k` keeps a token if fewer than `top_k` tokens have a higher probability. Of the tokens that are left, `top_p` keeps
+    a token if all tokens of higher probability have less than `top_p` of the total. So tokens of equal probability are kept
+    or dropped together, and the most likely token is always kept. The definitions are vLLM's, but for equal probabilities.
 
-    Weights are ordered as the bits of their floats are. The least weight is found from its highest bits to its lowest ones,
-    in passes over all weights: a pass adds up what reaches each of the numbers that the next bits can be. There is no sort.
+    It is a radix select: probabilities have the order of the bits of their floats, and the result is found from its highest
+    bits to its lowest bits, in passes over all tokens. A pass adds up, for each possible value of the next bits, the
+    probabilities of at least that value. There is no sort.
 
     Numerics: sums are float32. Their order follows the sizes of the arrays, and may decide whether a token at the very limit
     of `top_p` is kept. A row's result does not depend on the values of other rows, to the bit.
 
     Args:
         weights: Probabilities, times a factor per row that makes the largest one 1. From 0 to 1.
-        top_k: How many tokens are kept; 0 for all.
-        top_p: The share of the total that is kept, more than 0; 1 for all.
+        top_k: The number of tokens that are kept; 0 for all.
+        top_p: The fraction of the total that is kept, more than 0; 1 for all.
         run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
-        The least weight; 0 where all tokens are kept, or all but some of weights below 2^-126.
+        The least probability, with the row's factor; 0 where all tokens are kept, or all but some below 2^-126.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
@@ -64,7 +65,7 @@ def _least_kept(operands, run):
 
 
 def _search(last_to_reach, weights, top_k, top_p):
-    """Finds the least weight that `top_k` keeps, and then the least one that `top_p` keeps of what is left."""
+    """Find the least probability that `top_k` keeps, and then the least that `top_p` keeps of the tokens left."""
     by_rank = last_to_reach(weights, jnp.where(top_k > 0, top_k, weights.shape[1] + 1).astype(jnp.float32), counts=True)
     left = jnp.where(weights >= by_rank[:, None], weights, 0)
     by_mass = last_to_reach(left, jnp.where(top_p < 1, top_p * jnp.sum(left, axis=1), jnp.inf), counts=False)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pallas_kernels._check import check_config
 
-_PROGRAMS = 512  # four for each of an H200's cores
+_PROGRAMS = 512  # about four per SM of an H200
 
 
 @dataclass(frozen=True)
@@ -12,13 +12,13 @@ class Config:
     """How the kernel is launched. Sizes are powers of two.
 
     Attributes:
-        bits: Bits of the weight that a pass finds; divides 30. A program keeps 2^bits sums for each of its lanes.
+        bits: Bits of the result that a pass finds; divides 30. A program keeps 2^bits sums for each of its lanes.
         chunk: Tokens of a program.
         lanes: Tokens that are compared at a time; divides `chunk`.
         num_warps: Warps of a program.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field is out of range.
     """
 
     bits: int
@@ -35,7 +35,7 @@ class Config:
 
 
 def default_config(num_rows: int, num_tokens: int) -> Config:
-    """Returns the configuration for weights [rows, tokens].
+    """Return the configuration for probabilities [rows, tokens].
 
     For 1, 16 and 64 rows of 248,320 tokens it is among the fastest of `benchmarks.drawing --tune` on an H200, JAX 0.11.2.
     The passes of few rows wait for each other's launches, so they find more bits each. Many rows are bound by arithmetic,

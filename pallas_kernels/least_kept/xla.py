@@ -4,31 +4,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.least_kept._bits import WEIGHT_BITS, float_of, weight_of
+from pallas_kernels.least_kept._bits import PROBABILITY_BITS, float_of, probability_of
 
-_BITS_PER_PASS = 3  # A pass for one bit more is twice as long.
+_BITS_PER_PASS = 3  # A pass with one more bit takes twice as long.
 
 
 def last_to_reach(weights: jax.Array, enough: jax.Array, *, counts: bool) -> jax.Array:
-    """Returns the largest number for which tokens of at least that weight have `enough`; 0 if all together have not.
+    """Return the largest p for which the tokens with probabilities >= p add up to at least `enough`; 0 if there is none.
 
     Args:
-        weights: From 0 to 1. float32 [rows, tokens].
-        enough: float32 [rows].
-        counts: Whether each token counts as 1, instead of its weight.
+        weights: The probabilities, from 0 to 1. float32 [rows, tokens].
+        enough: The sum to reach. float32 [rows].
+        counts: Whether each token adds 1 to the sum, instead of its probability.
 
     Returns:
         float32 [rows].
     """
     bits = jnp.zeros(weights.shape[:1], jnp.int32)
     amounts, zero = 1.0 if counts else weights, np.zeros((), np.float32)
-    for shift in range(WEIGHT_BITS - _BITS_PER_PASS, -1, -_BITS_PER_PASS):
-        numbers = [float_of(bits + (value << shift)) for value in range(1, 1 << _BITS_PER_PASS)]
-        reaching = [jnp.where(weights >= number[:, None], amounts, zero) for number in numbers]
-        # One loop computes the sums of one operation.
-        sums = jax.lax.reduce(reaching, [zero] * len(numbers), _add, (1,))
+    for shift in range(PROBABILITY_BITS - _BITS_PER_PASS, -1, -_BITS_PER_PASS):
+        candidates = [float_of(bits + (value << shift)) for value in range(1, 1 << _BITS_PER_PASS)]
+        reaching = [jnp.where(weights >= candidate[:, None], amounts, zero) for candidate in candidates]
+        # One operation, so that XLA computes all sums in one loop.
+        sums = jax.lax.reduce(reaching, [zero] * len(candidates), _add, (1,))
         bits = bits + (sum((sum_ >= enough).astype(jnp.int32) for sum_ in sums) << shift)
-    return weight_of(bits)
+    return probability_of(bits)
 
 
 def _add(mine: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
