@@ -22,7 +22,7 @@ def state_copy(
     layout: WindowLayout = "SD",
     run: Run = Run(),
 ) -> Float[Array, "layers blocks *state"]:
-    """Copies states from block to block inside one pool, for all layers at once, in one launch.
+    """Copy states from block to block inside one pool, for all layers at once, in one launch.
 
     Without `window_row`, row r of the batch copies a whole block: pool[:, destination[r]] = pool[:, source[r]].
 

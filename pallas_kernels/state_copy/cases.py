@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the op per pool: how many of the batch's rows copy something, and the states that they copy.
+    """One call of the op per pool: the number of the batch's rows that copy a state, and the states' shapes.
 
     Attributes:
         name: The case's name.

@@ -15,7 +15,7 @@ class Config:
         num_warps: The number of warps per program.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field is out of range.
     """
 
     tile: int
@@ -28,7 +28,7 @@ class Config:
 
 
 def default_config(itemsize: int) -> Config:
-    """Returns the configuration for elements of `itemsize` bytes: few programs, each of which copies many tiles.
+    """Return the configuration for elements of `itemsize` bytes: few programs, each of which copies many tiles.
 
     A launch that copies nothing is then short, and one that copies much still fills the GPU. It is the fastest of
     `benchmarks.tune` on an H200 with JAX 0.11.2.

@@ -1,4 +1,4 @@
-"""state_copy as Pallas kernels. A few programs share the tiles of a batch row's state, in all layers."""
+"""state_copy as Pallas kernels. A few programs divide the tiles of a batch row's state, in all layers, among them."""
 
 import functools
 from collections.abc import Callable
@@ -20,18 +20,18 @@ def _for_each_tile(
     tiles: int,
     body: Callable[[jax.Array, jax.Array], None],
 ) -> None:
-    """Runs body(layer, tile) for the tiles of all layers that fall to this program."""
-    turns = (layers * tiles - program + num_programs - 1) // num_programs
+    """Run body(layer, tile) for this program's tiles, of all layers, in a grid-stride loop."""
+    count = (layers * tiles - program + num_programs - 1) // num_programs
 
-    def turn(i, _):
-        number = program + i * num_programs
-        body(number // tiles, number % tiles)
+    def run(i, _):
+        index = program + i * num_programs
+        body(index // tiles, index % tiles)
 
-    jax.lax.fori_loop(0, turns, turn, None)
+    jax.lax.fori_loop(0, count, run, None)
 
 
 def _copy_kernel(refs: Refs, *, tile_rows: int, tile_cols: int) -> None:
-    """Copies one program's share of a row's state. Reads `source` and `destination`, updates `pool`."""
+    """Copy one program's tiles of a row's state. Reads `source` and `destination`, updates `pool`."""
     layers, _, rows, cols = refs.pool.shape
     program, num_programs, batch_row = pt.program_id(0), pt.num_programs(0), pt.program_id(1)
     source, destination = refs.source[batch_row], refs.destination[batch_row]
@@ -53,7 +53,7 @@ def _copy_kernel(refs: Refs, *, tile_rows: int, tile_cols: int) -> None:
 
 
 def _shift_kernel(refs: Refs, *, tile_cols: int, layout: WindowLayout) -> None:
-    """Shifts one program's share of a row's windows. Reads `source`, `destination`, `window_row`, updates `pool`."""
+    """Shift one program's tiles of a row's windows. Reads `source`, `destination`, `window_row`, updates `pool`."""
     layers, _, *state = refs.pool.shape
     window, channels = state if layout == "SD" else reversed(state)
     program, num_programs, batch_row = pt.program_id(0), pt.num_programs(0), pt.program_id(1)
@@ -63,8 +63,8 @@ def _shift_kernel(refs: Refs, *, tile_cols: int, layout: WindowLayout) -> None:
         channel, inside = pt.lanes(tile, tile_cols, channels)
 
         def at(block, row):
-            place = (row, channel) if layout == "SD" else (channel, row)
-            return refs.pool.at[(layer, block, *place)]
+            index = (row, channel) if layout == "SD" else (channel, row)
+            return refs.pool.at[(layer, block, *index)]
 
         # One thread handles all rows of a channel and reads them all before it writes any. The shift may therefore be
         # within one block.
@@ -93,7 +93,7 @@ def state_copy(
     layout: WindowLayout,
     run: Run,
 ) -> jax.Array:
-    """Launches the copy kernel or, with `window_row`, the shift kernel. See api.py."""
+    """Launch the copy kernel or, with `window_row`, the shift kernel. See api.py."""
     layers, blocks, *state, cols = pool.shape
     rows = 1
     for extent in state:

@@ -14,10 +14,10 @@ def state_copy(
     *,
     layout: WindowLayout = "SD",
 ) -> jax.Array:
-    """Copies the states. See api.py.
+    """Copy the states. See api.py.
 
-    It loops over the rows that copy something. A call that copies nothing therefore costs almost nothing, and no call
-    needs a temporary array of the pool's size.
+    It loops over the rows that copy a state. So a call without copies takes almost no time, and no call needs a temporary
+    array of the pool's size.
     """
     copies = (destination != NULL_BLOCK) & ((source != destination) | (False if window_row is None else window_row > 0))
     axis = 2 if layout == "SD" else 3
