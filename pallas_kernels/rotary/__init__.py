@@ -1,4 +1,4 @@
-"""What attention does between its projection and `paged_attention`: norms, the rotation by position, stores to pages."""
+"""The steps of attention between projection and `paged_attention`: head norms, rotary embedding, stores to pages."""
 
 from pallas_kernels.rotary.api import rotate as rotate
 from pallas_kernels.rotary.api import rotate_and_store as rotate_and_store

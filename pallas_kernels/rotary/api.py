@@ -1,4 +1,4 @@
-"""The public functions of the rotation by position: their contract, checks and dispatch.
+"""The public functions of the rotary embedding (RoPE): their contract, checks and dispatch.
 
 For one head x of one token::
 
@@ -33,9 +33,9 @@ def rotate(
     epsilon: float = 0.0,
     offset: float = 0.0,
 ) -> Float[Array, "tokens heads dim"]:
-    """Normalises each head and rotates its pairs of dims, as `rotate_and_store` does.
+    """Normalise each head and rotate its pairs of dims, as `rotate_and_store` does.
 
-    It is plain JAX on every platform and can be differentiated. It is for callers that keep no pages.
+    It is plain JAX on every platform and can be differentiated. It is for callers without pages.
 
     Args:
         x: Queries or keys.
@@ -74,7 +74,7 @@ def rotate_and_store(
     Float[Array, "layers pages page_size kv_heads key_dim"],
     Float[Array, "layers pages page_size kv_heads value_dim"],
 ]:
-    """Normalises and rotates queries and keys, and stores keys and values in their pages, in one launch.
+    """Normalise and rotate queries and keys, and store keys and values in their pages, in one launch.
 
     The equation is at the top of this file. Weights and angles may each be left out. The caller computes `cos` and `sin`
     once per step, and all layers with the same rotation share them.
@@ -85,8 +85,8 @@ def rotate_and_store(
     dtype of their pages. There is no derivative.
 
     Args:
-        q: Queries. A head's first `key_dim` dims are its query. What follows them, such as a gate, is not read, and neither
-            is what follows the last head.
+        q: Queries. A head's first `key_dim` dims are its query. Dims after them, such as a gate, are not read, and neither
+            are heads after the first `heads`.
         k: Keys.
         v: Values.
         cos: Cosine of each pair's angle. None rotates nothing.
@@ -94,13 +94,13 @@ def rotate_and_store(
         keys: Keys of all layers and pages. They are updated in place if the enclosing jit donates them, and copied
             otherwise.
         values: Values of all layers and pages, which are updated as `keys`.
-        indices: Where each token's key and value go.
+        indices: The layer, page and offset of each token's key and value.
         norms: The norms of queries and keys. The default leaves both as they are.
-        heads: The number of queries of a token; all that q has if None.
+        heads: The number of queries of a token; None for all heads of q.
         run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
-        The queries in q's dtype, and the updated pages of keys and of values. Nothing else in the pages has changed.
+        The queries in q's dtype, and the updated pages of keys and of values. No other entry of the pages has changed.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.

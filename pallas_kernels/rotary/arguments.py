@@ -1,4 +1,4 @@
-"""The arguments of rotate_and_store that belong together."""
+"""Groups of arguments of rotate_and_store."""
 
 from dataclasses import dataclass, field
 
@@ -11,12 +11,12 @@ from pallas_kernels._check import Arguments
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PageIndices(Arguments):
-    """Where each token's key and value go: a layer, a page of it, and an index into the page.
+    """The layer, page and offset in the page to which each token's key and value are stored.
 
     Attributes:
         layer: The layer whose pages are written.
-        page: The page that takes each token's key and value. They are dropped if it is out of range.
-        offset: The index of each token in its page, in [0, page_size). No two tokens have the same page and
+        page: The page of each token's key and value, which are dropped if it is out of range.
+        offset: The offset of each token in its page, in [0, page_size). No two tokens have the same page and
             offset; this is not checked.
     """
 
@@ -28,7 +28,7 @@ class PageIndices(Arguments):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class HeadNorms(Arguments):
-    """The norms of queries and keys, which take each head by itself.
+    """The RMS norms of queries and keys, per head.
 
     Attributes:
         q_weight: Weights of the norm of each query. None leaves queries as they are.

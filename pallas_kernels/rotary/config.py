@@ -9,14 +9,14 @@ _ELEMENTS = 2048  # of a tile
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel is launched. A program takes some heads of one token.
+    """How the kernel is launched. A program handles a tile of heads of one token.
 
     Attributes:
         heads: The most heads of a program, a power of two.
         num_warps: Warps of a program.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field is out of range.
     """
 
     heads: int
@@ -27,7 +27,7 @@ class Config:
 
 
 def default_config(dim: int) -> Config:
-    """Returns the configuration for heads of `dim` dims.
+    """Return the configuration for heads of `dim` dims.
 
     It does not depend on the number of tokens, because it can change the order of a norm's sum. It is among the fastest of
     `benchmarks.rotary --tune` for 1 to 8192 tokens with heads of 128 and 256 on an H200 with JAX 0.11.2.

@@ -1,4 +1,4 @@
-"""rotate_and_store as a Pallas kernel. A program takes some heads of one token: queries, or keys and values."""
+"""rotate_and_store as a Pallas kernel. A program handles a tile of heads of one token: queries, or keys and values."""
 
 import functools
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from pallas_kernels.rotary.arguments import HeadNorms, PageIndices
 from pallas_kernels.rotary.config import Config, default_config
 
 
-def _pieces(dim: int, pairs: int) -> list[Lanes]:
-    """Cuts a head's dims where the rotation does: the first dims of all pairs, the second ones, and the rest."""
+def _tiles(dim: int, pairs: int) -> list[Lanes]:
+    """Cut a head's dims into three tiles: the first dims of all pairs, their second dims, and the dims not rotated."""
     cuts = [(0, pairs), (pairs, pairs), (2 * pairs, dim - 2 * pairs)]
     found = []
     for begin, size in cuts:
@@ -36,25 +36,25 @@ def _rotate(
     epsilon: float,
     offset: float,
 ) -> None:
-    """Normalises and rotates a tile of heads.
+    """Normalise and rotate a tile of heads.
 
     Args:
         refs: `cos` and `sin`, and `keys` for the number of dims.
-        token: The token.
-        source: Maps dims, [1, dims], to the place where the heads' dims are read.
-        target: Maps them to the place where they are written.
-        mask: Which heads are written. bool [heads, 1]
+        token: The token's index.
+        source: Maps indices of dims, [1, dims], to the reference [heads, dims] from which they are loaded.
+        target: Maps indices of dims, [1, dims], to the reference [heads, dims] to which they are stored.
+        mask: False for heads that do not exist. bool [heads, 1]
         weight: The reference of the norm's weights, or None.
         epsilon: Added to the mean square.
         offset: Added to the weights.
     """
     dim, pairs = refs.keys.shape[4], 0 if refs.cos is None else refs.cos.shape[1]
-    pieces = _pieces(dim, pairs)
+    lanes = _tiles(dim, pairs)
     load = lambda at, mask: pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
-    # Everything is loaded before the first sum, so that the loads share one trip to memory.
-    tiles = [load(source(lane[None]), mask & inside[None]) for lane, inside in pieces]
-    scales = [] if weight is None else [offset + load(weight.at[lane], inside)[None] for lane, inside in pieces]
-    pair, exists = pieces[0]
+    # All loads are issued before the first sum, so that their latencies overlap.
+    tiles = [load(source(lane[None]), mask & inside[None]) for lane, inside in lanes]
+    scales = [] if weight is None else [offset + load(weight.at[lane], inside)[None] for lane, inside in lanes]
+    pair, exists = lanes[0]
     angles = [] if refs.cos is None else [load(ref.at[token, pair], exists)[None] for ref in (refs.cos, refs.sin)]
     if scales:
         squares = sum(jnp.sum(tile * tile, axis=1, keepdims=True) for tile in tiles)
@@ -63,23 +63,23 @@ def _rotate(
     if angles:
         (cos, sin), (first, second, *rest) = angles, tiles
         tiles = [first * cos - second * sin, second * cos + first * sin, *rest]
-    for tile, (lane, inside) in zip(tiles, pieces, strict=True):
+    for tile, (lane, inside) in zip(tiles, lanes, strict=True):
         at = target(lane[None])
         pt.store(at, tile.astype(at.dtype), mask=mask & inside[None])
 
 
 def _tile_heads(config: Config, heads: int) -> int:
-    """Returns the number of heads of a tile."""
+    """Return the number of heads of a tile."""
     return min(config.heads, pt.power_of_two(heads))
 
 
 def _kernel(refs: Refs, *, config: Config, epsilon: float, offset: float) -> None:
-    """Runs one tile of a token's heads. Writes `queries`, or updates `keys` and `values`."""
+    """Run one tile of a token's heads. Stores `queries`, or updates `keys` and `values`."""
     heads = refs.queries.shape[1]
     _, pages, _, kv_heads, _ = refs.keys.shape
     q_tiles = -(-heads // _tile_heads(config, heads))
     tile, token = pt.program_id(0), pt.program_id(1)
-    layer, page, place = refs.layer[...], refs.kv_page[token], refs.kv_offset[token]
+    layer, page, entry = refs.layer[...], refs.kv_page[token], refs.kv_offset[token]
     rotate = functools.partial(_rotate, refs, token, epsilon=epsilon, offset=offset)
 
     @pt.when(tile < q_tiles)
@@ -94,9 +94,13 @@ def _kernel(refs: Refs, *, config: Config, epsilon: float, offset: float) -> Non
         head, exists = (x[:, None] for x in pt.lanes(tile - q_tiles, _tile_heads(config, kv_heads), kv_heads))
         lane, inside = (x[None] for x in pt.lanes(0, pt.power_of_two(refs.v.shape[2]), refs.v.shape[2]))
         value = pt.load(refs.v.at[token, head, lane], mask=exists & inside, other=0.0)
-        pt.store(refs.values.at[layer, page, place, head, lane], value.astype(refs.values.dtype), mask=exists & inside)
+        pt.store(
+            refs.values.at[layer, page, entry, head, lane],
+            value.astype(refs.values.dtype),
+            mask=exists & inside,
+        )
         source = lambda lane: refs.k.at[token, head, lane]
-        target = lambda lane: refs.keys.at[layer, page, place, head, lane]
+        target = lambda lane: refs.keys.at[layer, page, entry, head, lane]
         rotate(source, target, exists, refs.k_weight)
 
 
@@ -117,7 +121,7 @@ def rotate_and_store(
     """See api.py."""
     tokens, (kv_heads, dim) = q.shape[0], k.shape[1:]
     config = run.config or default_config(dim)
-    tiles = [-(-number // _tile_heads(config, number)) for number in (heads, kv_heads)]
+    tiles = [-(-count // _tile_heads(config, count)) for count in (heads, kv_heads)]
     results = pt.call(
         functools.partial(_kernel, config=config, epsilon=norms.epsilon, offset=norms.offset),
         name="rotate_and_store",

@@ -17,7 +17,7 @@ def rotate(
     epsilon: float,
     offset: float,
 ) -> jax.Array:
-    """Computes the equation of api.py. The result is float32."""
+    """Compute the equation of api.py. The result is float32."""
     x = x.astype(jnp.float32)
     if weight is not None:
         mean = jnp.mean(x * x, axis=-1, keepdims=True)
