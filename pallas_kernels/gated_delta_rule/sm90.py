@@ -34,7 +34,7 @@ class _DeltaRule:
     """The recurrence of one head. `refs` are `qkv`, `a`, `b`, `A_log` and `dt_bias`."""
 
     def __init__(self, refs: Any, warp: Warp, gate: Gate) -> None:
-        self.refs, self.warp, self.gate, self.head = refs, warp, gate, warp.place.head
+        self.refs, self.warp, self.gate, self.head = refs, warp, gate, warp.indices.head
         _, _, heads, value_dim, key_dim = warp.pool.shape
         key_channels = (refs.qkv.shape[1] - heads * value_dim) // 2
         key_head = self.head // (heads // (key_channels // key_dim))

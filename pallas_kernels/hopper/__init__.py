@@ -1,22 +1,22 @@
-"""The language of the kernels for Hopper GPUs (SM90): everything that they use of Mosaic GPU, MLIR and PTX.
+"""The language of the kernels for Hopper GPUs (SM90): their whole interface to Mosaic GPU, MLIR and PTX.
 
 Kernels `from pallas_kernels import hopper as hp` and name nothing of MLIR. JAX's bindings of it are private and change with
 JAX (0.11.2 or newer is needed), so only this package may import them.
 
 A kernel is written on two levels. On the first one a function runs once per warpgroup, 128 threads, on arrays that the
-threads share, with names of Pallas (`lowering.py`, `barriers.py`, `tiles.py`): copies between GMEM and SMEM, mbarriers,
+hold together, with names of Pallas (`lowering.py`, `barriers.py`, `tiles.py`): copies between GMEM and SMEM, mbarriers,
 products of tiles [64 n, 8 m] on tensor cores, and `jax.numpy` for everything elementwise. On the second one, in `inline`, a
 function describes what a single thread does with its registers. Its operands are
 
-    (ref, tiling or ())       seen as a `Memory`: memory[i, j] loads a number, and memory[i, j] = x stores one
+    (ref, tiling or ())       seen as a `Memory`: memory[i, j] loads an element, memory[i, j] = x stores one
     an array in registers     seen as the list of this thread's registers of it
-    a number                  seen as a `Register`
+    a scalar                  seen as a `Register`
 
 `Register` (`registers.py`) has NumPy's operators: x + y, x * 3, x & 31, x < y, x.astype(dtype). Every operator writes one
-instruction, and a number of Python becomes a constant.
+instruction, and a Python scalar becomes a constant.
 
 `control.py` has loops, branches and predicated blocks, `memory.py` addresses and 16-byte loads and stores, `shuffles.py` and
-`tensor_cores.py` what a warp does together, `arithmetic.py` functions made of those. The smallest kernel, in which 128
+`tensor_cores.py` the instructions of a whole warp, `arithmetic.py` functions made of these. In the smallest kernel, 128
 threads add a constant to a vector:
 
     def body(x_ref, out_ref):
@@ -30,13 +30,13 @@ threads add a constant to a vector:
 
 Three modules are written in the language and shared by kernels: `partial_tiles.py` (tiles that are not full),
 `prefill_rows.py` (a row's chunks and checkpoints) and `state_warps.py` (states that warps advance token by token).
-`messages.py` has what CTAs of one launch send each other.
+`messages.py` sends values and signals between the CTAs of one launch.
 """
 
 # ruff: noqa: F401, I001
 # fmt: off
 from pallas_kernels.hopper.arithmetic import (
-    add, approximate, clamp, is_between, lane_and_warp, numbers, rounded_pair, sigmoid, silu, softplus, swizzled,
+    add, approximate, clamp, from_words, is_between, lane_and_warp, rounded_pair, sigmoid, silu, softplus, swizzled,
     word, words,
 )
 from pallas_kernels.hopper.barriers import (

@@ -21,12 +21,12 @@ warpgroup_barrier = mosaic.warpgroup_barrier  # of single threads' code
 
 
 def warp_barrier() -> None:
-    """Waits until all threads of the warp are here, and sees what they have stored to SMEM."""
+    """Wait until all threads of the warp are here. Their stores to SMEM are then visible."""
     assembly("bar.warp.sync 0xffffffff;", "", None, [])
 
 
 def barrier_of_warpgroups(count: int) -> None:
-    """Waits until all threads of the first `count` warpgroups are here, and sees what they have stored to SMEM.
+    """Wait until all threads of the first `count` warpgroups are here. Their stores to SMEM are then visible.
 
     The lowering itself has the named barriers 0 (the CTA's) and 1 to 4 (one for each warpgroup).
     """
@@ -34,36 +34,36 @@ def barrier_of_warpgroups(count: int) -> None:
 
 
 def semaphores(count: int) -> Any:
-    """Returns counters in GMEM that all CTAs of a launch see, 0 when it starts."""
+    """Return counters in GMEM that all CTAs of a launch see, 0 when it starts."""
     return pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
 
 
 def semaphore_signal(semaphore: Any) -> None:
-    """Adds 1 to a semaphore, after all that the warpgroup has done before."""
+    """Add 1 to a semaphore, after all earlier memory accesses of the warpgroup."""
     plgpu.semaphore_signal(semaphore, memory_scope="gpu")
 
 
 def semaphore_wait(semaphore: Any) -> None:
-    """Waits until a semaphore is at least 1. What the signalling CTA did before its signal is then visible."""
+    """Wait until a semaphore is at least 1. The signalling CTA's stores before its signal are then visible."""
     plgpu.semaphore_wait(semaphore, decrement=False, memory_scope="gpu")
 
 
 def fetch_and_increment(counter: Memory) -> Register:
-    """Adds 1 to a counter in GMEM, and returns its value before, int32."""
+    """Add 1 to a counter in GMEM, and return its value before, int32."""
     text = "atom.global.add.u32 $0, [$1], 1;"
     return assembly(text, "=r,l", jnp.int32, [address(counter, 0)])
 
 
 def run_by_warpgroup(bodies: Any, done: Any) -> None:
-    """Runs each of `bodies`, functions without arguments, in a warpgroup of its own, and then `finish_together`."""
+    """Run each of `bodies`, functions without arguments, in a warpgroup of its own, and then `finish_together`."""
     warpgroup = jax.lax.axis_index(WARPGROUP)
-    for number, body in enumerate(bodies):
-        pl.when(warpgroup == number)(body)
+    for n, body in enumerate(bodies):
+        pl.when(warpgroup == n)(body)
     finish_together(done)
 
 
 def finish_together(done: Any) -> None:
-    """Waits until all warpgroups are here. `done` is a barrier with as many arrivals.
+    """Wait until all warpgroups are here. `done` is a barrier with as many arrivals.
 
     A warpgroup that ends while another one multiplies can make the GPU stop the CTA.
     """

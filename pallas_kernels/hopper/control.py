@@ -19,27 +19,27 @@ from pallas_kernels.hopper.registers import Memory, Register, index, pack, type_
 
 
 def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[Any, Any]] = ()) -> list[jax.Array]:
-    """Runs code of single threads, by one warpgroup.
+    """Run code of single threads, by one warpgroup.
 
     Args:
         body: Gets each of `operands`: memory as `Memory`, where a tiled one has the axes of its swizzled rows last; an array
-            as a list of the thread's registers; and a number as a `Register`. It returns a tuple with a list of registers
+            as a list of the thread's registers; and a scalar as a `Register`. It returns a tuple with a list of registers
             for each of `results`, vectors as `strided` makes them or pairs of a tile, or None if there are none.
         operands: Pairs of a reference to memory and its `tiling`, or () if it has none; arrays in the layout `spread`; tiles
-            in that of tensor cores, of which a thread has pairs, ordered by eight columns and then by half of the warp's 16
-            rows; arrays [4] with a number for each warp; and numbers.
+            in the tensor cores' layout, of which a thread has pairs, ordered by eight columns and then by half of the warp's
+            16 rows; arrays [4] with a value for each warp; and scalars.
         results: The length and the dtype of each array that is returned, in the layout `spread`, or the shape of a tile, in
-            that of tensor cores.
+            the tensor cores' layout.
 
     Returns:
         The arrays.
     """
-    is_number = lambda x: not isinstance(x, tuple) and jnp.ndim(x) == 0
+    is_scalar = lambda x: not isinstance(x, tuple) and jnp.ndim(x) == 0
 
     def layout(x: Any) -> Any:
         if isinstance(x, tuple):
             return plgpu.RefType(x[1])
-        if is_number(x):
+        if is_scalar(x):
             return plgpu.Layout.WG_SPLAT
         if len(x.shape) == 2:
             return plgpu.Layout.WGMMA
@@ -49,7 +49,7 @@ def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[Any
         if isinstance(operand, tuple):
             return Memory(x)
         held = [Register(each) for each in x.registers.flat]
-        return held[0] if is_number(operand) else held  # a number comes as an array without axes
+        return held[0] if is_scalar(operand) else held  # a scalar comes as an array without axes
 
     def run(_: Any, *given: Any) -> Any:
         found = body(*(seen(*pair) for pair in zip(operands, given, strict=True)))
@@ -69,7 +69,7 @@ def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[Any
 
 
 def _array(registers: Sequence[Register], size: Any) -> Any:
-    """Makes an array of which each thread has the given registers."""
+    """Make an array of which each thread has the given registers."""
     if isinstance(size, tuple):
         return held([x.value for x in registers], plgpu.Layout.WGMMA.to_mgpu(), size)
     layout = fragments.WGStridedFragLayout((size,), pack_of_spread(size))
@@ -77,7 +77,7 @@ def _array(registers: Sequence[Register], size: Any) -> Any:
 
 
 def held(values: Sequence[Any], layout: Any, shape: tuple[int, ...]) -> Any:
-    """Makes an array of which each thread has vectors of MLIR in registers."""
+    """Make an array of which each thread has vectors of MLIR in registers."""
     registers = np.empty((len(values),), object)
     registers[:] = values
     is_signed = True if isinstance(values[0].type.element_type, ir.IntegerType) else None
@@ -86,38 +86,38 @@ def held(values: Sequence[Any], layout: Any, shape: tuple[int, ...]) -> Any:
 
 
 def elements(registers: Sequence[Register]) -> list[Register]:
-    """Returns the numbers that a thread has of an array in the layout `spread`."""
-    return [number for x in registers for number in unpack(x)]
+    """Return a thread's elements of an array in the layout `spread`."""
+    return [element for x in registers for element in unpack(x)]
 
 
-def strided(numbers: Sequence[Register]) -> list[Register]:
-    """Returns the numbers that a thread has of an array in the layout `spread` as its registers."""
-    count = pack_of_spread(THREADS * len(numbers))
-    return [pack(numbers[n : n + count]) for n in range(0, len(numbers), count)]
+def strided(elements: Sequence[Register]) -> list[Register]:
+    """Return a thread's elements of an array in the layout `spread` as its registers."""
+    count = pack_of_spread(THREADS * len(elements))
+    return [pack(elements[n : n + count]) for n in range(0, len(elements), count)]
 
 
 def thread_index() -> Register:
-    """Returns a thread's index in its warpgroup, int32."""
+    """Return a thread's index in its warpgroup, int32."""
     return Register(mosaic.thread_idx()) & (THREADS - 1)
 
 
 def thread_index_again() -> Register:
-    """Returns what `thread_index` returns, but reads it anew.
+    """Return a thread's index in its warpgroup like `thread_index`, but read the register again.
 
-    The compiler does not know that the two are equal. So it computes nothing from this one before the instruction that reads
-    it, where it would be kept in registers over the code between.
+    The compiler does not know that the two are equal, so it computes nothing from this index before the instruction that
+    reads it, and keeps nothing in registers over the code between.
     """
     return assembly("mov.u32 $0, %tid.x;", "=r", jnp.int32, []) & (THREADS - 1)
 
 
 def thread_of_cta() -> Register:
-    """Returns a thread's index in its CTA, of all warpgroups, int32."""
+    """Return a thread's index in its CTA, of all warpgroups, int32."""
     return Register(mosaic.thread_idx())
 
 
 @contextlib.contextmanager
 def predicated(condition: Register) -> Iterator[None]:
-    """Lets only those threads run the block's code that meet a condition."""
+    """Let only those threads run the block's code that meet a condition."""
     branch = scf.IfOp(condition.value)
     with ir.InsertionPoint(branch.then_block):
         yield
@@ -125,7 +125,7 @@ def predicated(condition: Register) -> Iterator[None]:
 
 
 def branch(condition: Register, then: Callable[[], Sequence[Any]], otherwise: Sequence[Any]) -> list[Any]:
-    """Returns the registers that `then` returns in threads that meet a condition, and `otherwise` in the others."""
+    """Return the registers that `then` returns in threads that meet a condition, and `otherwise` in the others."""
     found = scf.IfOp(condition.value, [x.value.type for x in otherwise], has_else=True)
     with ir.InsertionPoint(found.then_block):
         scf.yield_([x.value for x in then()])
@@ -136,22 +136,22 @@ def branch(condition: Register, then: Callable[[], Sequence[Any]], otherwise: Se
 
 
 def for_range(start: Any, stop: Any, body: Callable[[Any, list[Any]], list[Any]], carry: Sequence[Any]) -> list[Any]:
-    """Runs carry = body(n, carry) for each n from `start` up to `stop`. All are registers. Returns the last ones."""
+    """Run carry = body(n, carry) for each n from `start` up to `stop`. All are registers. Return the last ones."""
     start, stop = index(start), index(stop)
     step = arith.constant(ir.IndexType.get(), 1)
     loop = scf.ForOp(start.value, stop.value, step, [x.value for x in carry])
     with ir.InsertionPoint(loop.body):
-        number = Register(arith.index_cast(type_of(jnp.int32), loop.induction_variable))
-        scf.yield_([x.value for x in body(number, [Register(x) for x in loop.inner_iter_args])])
+        n = Register(arith.index_cast(type_of(jnp.int32), loop.induction_variable))
+        scf.yield_([x.value for x in body(n, [Register(x) for x in loop.inner_iter_args])])
     return [Register(x) for x in loop.results]
 
 
 def assembly(text: str, constraints: str, results: Any, operands: Sequence[Any], *, has_effects: bool = True) -> Any:
-    """Writes instructions of PTX. They keep their order if they have effects besides their results.
+    """Write instructions of PTX. They keep their order if they have effects besides their results.
 
     Args:
         text: The instructions.
-        constraints: Those of LLVM's inline assembly, the results' first.
+        constraints: The constraints of LLVM's inline assembly, the results' first.
         results: The dtype of the result, or a list of dtypes of several, or None.
         operands: The operands, registers.
         has_effects: Whether they have effects.

@@ -1,4 +1,4 @@
-"""How the threads of a warpgroup share an array in registers."""
+"""Layouts of arrays in the registers of a warpgroup's threads."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ plgpu: Any = mosaic_gpu  # what it has depends on JAX's version, so types are no
 
 
 def spread(length: int) -> Any:
-    """Layout of a vector that a warpgroup's threads share. Its length is a multiple of 128."""
+    """Layout of a vector whose packs are spread over a warpgroup's threads. Its length is a multiple of 128."""
     return plgpu.Layout.WG_STRIDED((length,), vec_size=pack_of_spread(length))
 
 

@@ -1,4 +1,4 @@
-"""What kernels use of Pallas itself: launches, memory, copies and control flow of a warpgroup. Names are Pallas' own."""
+"""The names of Pallas that kernels use: launches, memory, copies and control flow of a warpgroup."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def fast_math() -> Any:
 
 
 def tiling(dtype: Any, *, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, Any]:
-    """Describes SMEM in tiles of `rows` rows of `swizzle` bytes each, whose groups of 16 bytes are swizzled."""
+    """Describe SMEM in tiles of `rows` rows of `swizzle` bytes each, whose groups of 16 bytes are swizzled."""
     return plgpu.TilingTransform((rows, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
@@ -47,7 +47,7 @@ def tiled(*shape: int, dtype: Any, swizzle: int = SWIZZLE) -> Any:
 
 
 def views_of_tokens(shapes: Any, dtype: Any, *, swizzle: int = SWIZZLE) -> tuple[Any, Any]:
-    """Describes SMEM for tokens that start anywhere: a view for copies, and one for tensor cores.
+    """Describe SMEM for tokens that start anywhere: a view for copies, and one for tensor cores.
 
     Copies into the second view, `tiled`, could only start at multiples of eight tokens. The first one has the same bytes, in
     tiles of one row each. A tile's rows must have `swizzle` bytes.
@@ -71,5 +71,5 @@ def token_tiles(shapes: Any, dtype: Any) -> Any:
 
 
 def keep_if(condition: jax.Array, value: jax.Array) -> jax.Array:
-    """Returns `value`, or zeros if the condition, a boolean, is not met."""
+    """Return `value`, or zeros if the condition, a boolean, is not met."""
     return lax.select_n(lax.broadcast(condition, value.shape), jnp.zeros(value.shape, value.dtype), value)

@@ -1,11 +1,11 @@
-"""What CTAs of one launch send each other through GMEM: 32-bit numbers without flags, and counters.
+"""Messages between the CTAs of one launch through GMEM: 32-bit values without flags, and counters.
 
-The memory is +0 when the launch starts, and a number that is +0 is sent as -0. A reader that loads anything else has the
-number, so neither fences nor flags are needed. A fence would wait for all outstanding loads of the SM.
+The memory is +0 when the launch starts, and a value of +0 is sent as -0. A reader that loads anything else has the value,
+so neither fences nor flags are needed. A fence would wait for all outstanding loads of the SM.
 
-Between devices, a number travels with the turn in which it was sent, as one word of 64 bits, which memory never tears.
+Between devices, a value and the sequence number of its exchange are one 64-bit word, which memory never tears.
 
-Source: the idea of NCCL's protocol "LL" (low latency), without a flag for each number.
+Source: the idea of NCCL's protocol "LL" (low latency), without a flag for each value.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from pallas_kernels._warpgroup import THREADS, pack_of_spread
 from pallas_kernels.hopper.control import assembly
 
 WARPS = 4  # of a warpgroup
-_OUTSTANDING = 64  # numbers that a thread loads before it looks at the first one
+_OUTSTANDING = 64  # values that a thread loads before it checks the first one
 
 
 def receive(refs: Sequence[Any]) -> list[jax.Array]:
-    """Waits for numbers that other CTAs `send`. Returns a float32 vector for each reference, in the layout `spread`.
+    """Wait for the values that other CTAs `send`. Return a float32 vector for each reference, in the layout `spread`.
 
-    A thread loads up to 64 numbers, of several references too, before it looks at the first one. All references have the
-    same length.
+    A thread loads up to 64 values, of several references too, before it checks the first one. All references have the same
+    length.
     """
     length = refs[0].shape[0]
     together = max(1, _OUTSTANDING * THREADS // length)
@@ -39,22 +39,22 @@ def receive(refs: Sequence[Any]) -> list[jax.Array]:
         starts = [thread + first for first in range(0, length, THREADS * count)]
         addresses = [hp.address(ref, start) for ref in refs for start in starts]
         found = poll(load(addresses, count, jnp.float32), addresses, jnp.float32)
-        held = [hp.pack(numbers) for numbers in found]
+        held = [hp.pack(values) for values in found]
         return tuple(held[n : n + len(starts)] for n in range(0, len(held), len(starts)))
 
     return hp.inline(body, *((ref, ()) for ref in refs), results=[(length, jnp.float32)] * len(refs))
 
 
 def load(addresses: Sequence[Any], count: int, dtype: Any) -> list[list[Any]]:
-    """Loads `count` numbers (1, 2 or 4) of 32 bits at each address, whether they have been sent or not. See `poll`."""
-    # A plain load is faster than a relaxed one. It may miss what has been sent, which `poll` then loads.
+    """Load `count` 32-bit values (1, 2 or 4) at each address, whether they have been sent or not. See `poll`."""
+    # A plain load is faster than a relaxed one. It may miss a value that has been sent, which `poll` then loads.
     text, letter = f"{_load(count, count, '.global')};", _letter(dtype)
     constraints = ",".join([f"={letter}"] * count + ["l"])
     return [assembly(text, constraints, [dtype] * count, [at]) for at in addresses]
 
 
 def poll(loaded: Sequence[Sequence[Any]], addresses: Sequence[Any], dtype: Any) -> list[list[Any]]:
-    """Waits until the numbers that `load` has loaded have been sent, and returns them. It loads them again if necessary."""
+    """Wait until the values that `load` has loaded have been sent, and return them. It loads them again if necessary."""
     count, letter = len(loaded[0]), _letter(dtype)
     lines = [".reg .pred p;", ".reg .b32 bits;"]
     lines += [f"mov.b32 ${n}, ${count + n};" for n in range(count)] + ["AGAIN:"]
@@ -71,7 +71,7 @@ def poll(loaded: Sequence[Sequence[Any]], addresses: Sequence[Any], dtype: Any) 
 
 
 def _load(count: int, operand: int, how: str = ".relaxed.gpu") -> str:
-    """Writes the instruction that loads numbers at the address in an operand."""
+    """Return the instruction that loads `count` values at the address in an operand."""
     return f"ld{how}{_vector(count)}.b32 {_names(0, count)}, [${operand}]"
 
 
@@ -88,56 +88,56 @@ def _letter(dtype: Any) -> str:
     return "r" if dtype == jnp.int32 else "f"
 
 
-def store(address: Any, numbers: Sequence[Any]) -> None:
-    """Stores one or two numbers of 32 bits for other CTAs to `poll`, by single threads.
+def store(address: Any, values: Sequence[Any]) -> None:
+    """Store one or two 32-bit values for other CTAs to `poll`, by single threads.
 
     Args:
-        address: The address of the first one. It is a multiple of their bytes.
-        numbers: int32 or float32 numbers of this thread. If all bits of one are 0, its sign is set instead.
+        address: The address of the first value. It is a multiple of their size in bytes.
+        values: int32 or float32 values of this thread. A value with all bits 0 is stored with its sign bit set.
     """
-    bits = [hp.bitcast(number, jnp.int32) for number in numbers]
+    bits = [hp.bitcast(value, jnp.int32) for value in values]
     is_zero = [each == 0 for each in bits]
     sent = [hp.select(*pair) for pair in zip(is_zero, [hp.i32(-(2**31))] * len(bits), bits, strict=True)]
     text = f"st.relaxed.gpu{_vector(len(sent))}.b32 [$0], {_names(1, len(sent))};"
     assembly(text, ",".join(["l"] + ["r"] * len(sent)), None, [address, *sent])
 
 
-def send(ref: Any, numbers: jax.Array) -> None:
-    """Stores four float32 numbers, one of each warp, where other CTAs can `receive` them."""
+def send(ref: Any, values: jax.Array) -> None:
+    """Store four float32 values, one of each warp, in GMEM, from which other CTAs `receive` them."""
 
-    def body(numbers: Any, ref: Any) -> None:
+    def body(values: Any, ref: Any) -> None:
         lane, warp = hp.lane_and_warp(hp.thread_index())
-        number = hp.unpack(numbers[0])[0]
+        value = hp.unpack(values[0])[0]
         text = (
             "{.reg .pred first, zero; .reg .f32 number; setp.eq.s32 first, $2, 0; setp.eq.f32 zero, $1, 0f00000000;"
             " selp.f32 number, 0f80000000, $1, zero; @first st.relaxed.gpu.f32 [$0], number;}"
         )
-        assembly(text, "l,f,r", None, [hp.address(ref, warp), number, lane])
+        assembly(text, "l,f,r", None, [hp.address(ref, warp), value, lane])
 
-    hp.inline(body, numbers, (ref, ()))
+    hp.inline(body, values, (ref, ()))
 
 
 def signal_by_warp(counter: Any) -> None:
-    """Adds one per warp, four, to a counter, int32 [1], as each warp gets here. What they have sent may arrive later."""
+    """Add one per warp, four, to a counter, int32 [1], as each warp gets here. Values that they sent may arrive later."""
     hp.inline(lambda counter: _count_if_zero(counter, hp.lane_and_warp(hp.thread_index())[0]), (counter, ()))
 
 
 def signal(counter: Any) -> None:
-    """Adds one to a counter, int32 [1], when the CTA's first warp gets here. What it has sent may arrive later."""
+    """Add one to a counter, int32 [1], when the CTA's first warp gets here. Values that it sent may arrive later."""
     hp.inline(lambda counter: _count_if_zero(counter, hp.thread_of_cta()), (counter, ()))
 
 
 def _count_if_zero(counter: Any, index: Any) -> None:
-    """Adds one to a counter in those threads whose `index` is 0."""
+    """Add one to a counter in those threads whose `index` is 0."""
     text = "{.reg .pred first; setp.eq.s32 first, $1, 0; @first red.relaxed.gpu.add.u32 [$0], 1;}"
     assembly(text, "l,r", None, [hp.address(counter, 0), index])
 
 
 def wait(counter: Any, enough: int) -> None:
-    """Waits until a counter, int32 [1], is at least `enough`. It only keeps `receive` and `poll` from loading too often.
+    """Wait until a counter, int32 [1], is at least `enough`. It only keeps `receive` and `poll` from loading too often.
 
     One warp loads the counter for its warpgroup, because each load delays the signals. Three of four signals are enough
-    where few numbers are polled: the last ones are seen sooner than their senders' signals.
+    where few values are polled: the last ones are seen sooner than their senders' signals.
     """
 
     def body(counter: Any) -> None:
@@ -152,17 +152,17 @@ def wait(counter: Any, enough: int) -> None:
     hp.inline(body, (counter, ()))
 
 
-def store_to_device(address: Any, pair: Sequence[Any], turn: Any) -> None:
-    """Stores two float32 numbers with their turn at an address of any device, by single threads."""
+def store_to_device(address: Any, pair: Sequence[Any], sequence: Any) -> None:
+    """Store two float32 values, each with a sequence number, at an address of any device, by single threads."""
     text = "{.reg .b64 one, two; mov.b64 one, {$1, $3}; mov.b64 two, {$2, $3};"
     text += " st.relaxed.sys.global.v2.b64 [$0], {one, two};}"
-    assembly(text, "l,f,f,r", None, [address, *pair, turn])
+    assembly(text, "l,f,f,r", None, [address, *pair, sequence])
 
 
-def poll_device(address: Any, turn: Any) -> list[Any]:
-    """Waits for two float32 numbers of a turn at an address of this device, by single threads, and returns them."""
+def poll_device(address: Any, sequence: Any) -> list[Any]:
+    """Wait for two float32 values with a sequence number at an address of this device, by single threads. Return them."""
     text = "{.reg .pred p; .reg .b64 one, two; .reg .b32 turn;"
     text += " AGAIN: ld.relaxed.sys.global.v2.b64 {one, two}, [$2];"
-    for number, word in enumerate(("one", "two")):
-        text += f" mov.b64 {{${number}, turn}}, {word}; setp.ne.u32 p, turn, $3; @p bra AGAIN;"
-    return assembly(text + "}", "=&f,=&f,l,r", [jnp.float32] * 2, [address, turn])
+    for n, word in enumerate(("one", "two")):
+        text += f" mov.b64 {{${n}, turn}}, {word}; setp.ne.u32 p, turn, $3; @p bra AGAIN;"
+    return assembly(text + "}", "=&f,=&f,l,r", [jnp.float32] * 2, [address, sequence])

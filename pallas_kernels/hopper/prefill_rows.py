@@ -40,7 +40,7 @@ class PrefillRow:
 
     @classmethod
     def of(cls, refs: Any, index: jax.Array) -> "PrefillRow":
-        """Reads a row. `refs` has `query_start_loc`, `first_chunk`, `cu_chunk_seqlens` and `read_block`."""
+        """Read a row. `refs` has `query_start_loc`, `first_chunk`, `cu_chunk_seqlens` and `read_block`."""
         rows = refs.read_block.shape[0]
         start, end, total = refs.query_start_loc[index], refs.query_start_loc[index + 1], refs.query_start_loc[rows]
         first = refs.first_chunk[index]
@@ -49,12 +49,12 @@ class PrefillRow:
         return cls(index, rows, start, end, total, first, refs.cu_chunk_seqlens[after] - start)
 
     def chunks_up_to(self, length: Any) -> Any:
-        """Returns the number of chunks that hold the row's first `length` tokens."""
+        """Return the number of chunks that hold the row's first `length` tokens."""
         later = jax.lax.div(length - self.first_length + TILE - 1, jnp.int32(TILE))
         return jnp.where(length > 0, 1 + later, 0)
 
     def tokens_of(self, chunk: Any) -> tuple[Any, Any]:
-        """Returns a chunk's first token and its number of tokens."""
+        """Return a chunk's first token and its number of tokens."""
         token = self.start + jnp.maximum(self.first_length + (chunk - 1) * TILE, 0)
         return token, jnp.minimum(self.start + self.first_length + chunk * TILE, self.end) - token
 
@@ -65,7 +65,7 @@ class PrefillRow:
         advance: Callable[[Any, Any, list[jax.Array]], list[jax.Array]],
         store: Callable[[jax.Array, list[jax.Array]], None],
     ) -> list[jax.Array]:
-        """Runs the row's chunks, and stores its state after each checkpoint. Returns its state at the end.
+        """Run the row's chunks, and store its state after each checkpoint. Return its state at the end.
 
         Args:
             refs: Has `checkpoint_offset` and `checkpoint_block` if there are checkpoints.
@@ -76,7 +76,7 @@ class PrefillRow:
         checkpoints = refs.checkpoint_block.shape[1] if hasattr(refs, "checkpoint_block") else 0
 
         def segment(n, carry):
-            """Runs the chunks up to checkpoint n, and stores the state there. After the last one, it runs the rest."""
+            """Run the chunks up to checkpoint n, and store the state there. After the last one, run the rest."""
             chunk, state = carry
             is_rest, at = n == checkpoints, jnp.minimum(n, checkpoints - 1)
             offset, block = refs.checkpoint_offset[self.index, at], refs.checkpoint_block[self.index, at]
@@ -92,11 +92,11 @@ class PrefillRow:
         return jax.lax.fori_loop(0, checkpoints + 1, segment, (jnp.int32(0), state))[1]
 
     def store_last(self, block: Any, state: list[jax.Array], store: Callable[[Any, list[jax.Array]], None]) -> None:
-        """Stores the row's state at its end in a block, unless the row has no tokens or the block is the null block."""
+        """Store the row's state at its end in a block, unless the row has no tokens or the block is the null block."""
         hp.when((block != NULL_BLOCK) & (self.end > self.start))(lambda: store(block, state))
 
     def clear(self, tokens: int, tile_of: Callable[[Any], Any]) -> None:
-        """Stores zeros in this row's share of the padding tokens, which follow the last row.
+        """Store zeros in every `rows`-th tile of the padding tokens, which follow the last row, from tile `index` on.
 
         Args:
             tokens: The number of tokens, padding included.

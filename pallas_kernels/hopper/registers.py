@@ -1,4 +1,4 @@
-"""Numbers and vectors in a thread's registers, and references to memory: the values of code for single threads."""
+"""Scalars and vectors in a thread's registers, and references to memory: the values of code for single threads."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,19 +13,19 @@ _P = arith.CmpIPredicate
 
 
 def dtype_of(kind: Any) -> Any:
-    """Returns the dtype of MLIR's type of a number."""
+    """Return the dtype of MLIR's type of a scalar."""
     return jnp.dtype(_DTYPES[str(kind)])
 
 
 def type_of(dtype: Any) -> Any:
-    """Returns MLIR's type of numbers of a dtype."""
+    """Return MLIR's type of scalars of a dtype."""
     return utils.dtype_to_ir_type(jnp.dtype(dtype))
 
 
 class Register:
-    """A number, an address or a short vector of numbers of each thread, with the operators of NumPy's arrays.
+    """A scalar, an address or a short vector in each thread's registers, with the operators of NumPy's arrays.
 
-    Integers are int32, and `//`, `%` and `>>` take them as unsigned. The right operand may be a number of Python.
+    Integers are int32, and `//`, `%` and `>>` take them as unsigned. The right operand may be a Python scalar.
 
     Attributes:
         value: The value as MLIR has it.
@@ -36,12 +36,12 @@ class Register:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape: () for a number, and [length] for a vector."""
+        """The shape: () for a scalar, and [length] for a vector."""
         return tuple(self.value.type.shape) if isinstance(self.value.type, ir.VectorType) else ()
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the number, or of the vector's numbers."""
+        """The dtype of the scalar, or of the vector's elements."""
         return dtype_of(self._kind)
 
     @property
@@ -51,11 +51,11 @@ class Register:
 
     @property
     def is_float(self) -> bool:
-        """Whether it has floats."""
+        """Whether its elements are floats."""
         return not isinstance(self._kind, ir.IntegerType)
 
     def astype(self, dtype: Any) -> "Register":
-        """Converts floats to another dtype."""
+        """Convert floats to another dtype."""
         kind = type_of(dtype)
         if kind == self._kind:
             return self
@@ -66,7 +66,7 @@ class Register:
         return Register(arith.negf(self.value))
 
     def _operator(of_integers: Callable[..., Any], of_floats: Callable[..., Any] | None = None) -> Any:
-        """Makes the method of an operator."""
+        """Make the method of an operator."""
 
         def operate(self: "Register", other: Any) -> "Register":
             other = like(other, self)
@@ -76,7 +76,7 @@ class Register:
         return operate
 
     def _comparison(predicate: Any) -> Any:
-        """Makes the method of a comparison of integers."""
+        """Make the method of a comparison of integers."""
         return lambda self, other: Register(arith.cmpi(predicate, self.value, like(other, self).value))
 
     __add__ = _operator(arith.addi, arith.addf)
@@ -95,7 +95,7 @@ class Register:
 
 
 class Memory:
-    """An array in GMEM or SMEM, or a view of one. `memory[i, j]` loads a number, and `memory[i, j] = x` stores one.
+    """An array in GMEM or SMEM, or a view of one. `memory[i, j]` loads an element, and `memory[i, j] = x` stores one.
 
     Attributes:
         value: The reference as MLIR has it.
@@ -127,21 +127,21 @@ class Memory:
 
 
 def _indices(at: Any) -> list[Any]:
-    """Returns integers, one for each axis, as MLIR's indices."""
+    """Return integers, one for each axis, as MLIR's indices."""
     at = [x if isinstance(x, Register) else i32(x) for x in (at if isinstance(at, tuple) else (at,))]
     return [index(x).value for x in at]
 
 
 def index(x: Register) -> Register:
-    """Converts an integer to an index of memory, which otherwise each load and store does for itself."""
+    """Convert an integer to MLIR's index type, once for several loads and stores, each of which would convert it again."""
     kind = ir.IndexType.get()
     return x if x.value.type == kind else Register(arith.index_cast(kind, x.value))
 
 
 def load_vector(memory: Memory, *at: Any, count: int, is_aligned: bool = True) -> Register:
-    """Loads `count` neighbours as a vector. `at` is the index of the first. Their bytes, up to 16, divide its address.
+    """Load `count` neighbouring elements as a vector. `at` is the index of the first.
 
-    If `is_aligned` is not set, the compiler is not told so.
+    The address must be a multiple of the vector's bytes, or of 16 if it has more, unless `is_aligned` is False.
     """
     kind = ir.VectorType.get((count,), type_of(memory.dtype))
     alignment = _alignment(count, memory.dtype) if is_aligned else None
@@ -149,7 +149,7 @@ def load_vector(memory: Memory, *at: Any, count: int, is_aligned: bool = True) -
 
 
 def store_vector(x: Register, memory: Memory, *at: Any) -> None:
-    """Stores a vector. See `load_vector`."""
+    """Store a vector. See `load_vector`."""
     vector.store(x.value, memory.value, _indices(at), alignment=_alignment(x.shape[0], x.dtype))
 
 
@@ -157,81 +157,81 @@ def _alignment(count: int, dtype: Any) -> int:
     return min(16, count * dtype.itemsize)
 
 
-def i32(number: int) -> Register:
-    """Returns an int32 constant."""
-    return Register(arith.constant(type_of(jnp.int32), number))
+def i32(value: int) -> Register:
+    """Return an int32 constant."""
+    return Register(arith.constant(type_of(jnp.int32), value))
 
 
-def f32(number: float) -> Register:
-    """Returns a float32 constant."""
-    return Register(arith.constant(type_of(jnp.float32), float(number)))
+def f32(value: float) -> Register:
+    """Return a float32 constant."""
+    return Register(arith.constant(type_of(jnp.float32), float(value)))
 
 
 def like(x: Any, other: Register) -> Register:
-    """Returns a number of Python as a constant, float32 if `other` has floats and else int32. A register stays as it is."""
+    """Return a Python scalar as a constant, float32 if `other` has floats, else int32, and a register unchanged."""
     return x if isinstance(x, Register) else f32(x) if other.is_float else i32(x)
 
 
 def of_python(x: Any) -> Register:
-    """Returns a number of Python as a constant, float32 or int32. A register stays as it is."""
+    """Return a Python scalar as a constant, float32 or int32. A register is returned unchanged."""
     return x if isinstance(x, Register) else f32(x) if isinstance(x, float) else i32(x)
 
 
 def select(condition: Register, x: Any, y: Any) -> Register:
-    """Returns x where a condition is met, and else y. Both are numbers, vectors or addresses."""
+    """Return x where a condition is met, and else y. Both are scalars, vectors or addresses."""
     x, y = of_python(x), of_python(y)
     return Register(arith.select(condition.value, x.value, y.value))
 
 
 def minimum(x: Register, y: Any) -> Register:
-    """Returns the smaller number."""
+    """Return the smaller of two scalars."""
     return Register((arith.minimumf if x.is_float else arith.minsi)(x.value, like(y, x).value))
 
 
 def maximum(x: Register, y: Any) -> Register:
-    """Returns the larger number."""
+    """Return the larger of two scalars."""
     return Register((arith.maximumf if x.is_float else arith.maxsi)(x.value, like(y, x).value))
 
 
 def unsigned_less(x: Register, y: Any) -> Register:
-    """Returns whether x < y for integers without a sign."""
+    """Return whether x < y for unsigned integers."""
     return Register(arith.cmpi(_P.ult, x.value, like(y, x).value))
 
 
 def bitcast(x: Register, dtype: Any) -> Register:
-    """Returns a number's bits as a number of another dtype, of as many bits."""
+    """Return a scalar's bits as a scalar of another dtype of the same width."""
     return Register(arith.bitcast(type_of(dtype), x.value))
 
 
 def bitcast_vector(x: Register, dtype: Any) -> Register:
-    """Returns the bits of a vector of 32-bit words as a vector of a dtype of 16 or 64 bits, or the other way round."""
+    """Return the bits of a vector of 32-bit words as a vector of a dtype of 16 or 64 bits, or the other way round."""
     count = x.shape[0] * x.dtype.itemsize // jnp.dtype(dtype).itemsize
     return Register(vector.bitcast(ir.VectorType.get((count,), type_of(dtype)), x.value))
 
 
 def unpack(x: Register) -> list[Register]:
-    """Returns the numbers of a vector."""
+    """Return the elements of a vector."""
     return [Register(vector.extract(x.value, [], [n])) for n in range(x.shape[0])]
 
 
-def pack(numbers: Sequence[Register]) -> Register:
-    """Makes a vector of its numbers."""
-    kind = ir.VectorType.get((len(numbers),), numbers[0].value.type)
-    return Register(vector.from_elements(kind, [x.value for x in numbers]))
+def pack(elements: Sequence[Register]) -> Register:
+    """Make a vector of its elements."""
+    kind = ir.VectorType.get((len(elements),), elements[0].value.type)
+    return Register(vector.from_elements(kind, [x.value for x in elements]))
 
 
 def broadcast(x: Register, length: int) -> Register:
-    """Returns a vector of `length` times the same number."""
+    """Return a vector of `length` copies of a scalar."""
     return Register(vector.broadcast(ir.VectorType.get((length,), x.value.type), x.value))
 
 
 def reduce_add(x: Register) -> Register:
-    """Returns the sum of a vector's numbers."""
+    """Return the sum of a vector's elements."""
     return Register(vector.reduction(type_of(x.dtype), vector.CombiningKind.ADD, x.value))
 
 
 def fma(x: Register, y: Register, z: Register) -> Register:
-    """Returns x * y + z, rounded once."""
+    """Return x * y + z, rounded once."""
     return Register(math.fma(x.value, y.value, z.value))
 
 
@@ -239,7 +239,7 @@ def _function(operation: Callable[..., Any], name: str) -> Callable[[Register], 
     def apply(x: Register) -> Register:
         return Register(operation(x.value))
 
-    apply.__doc__ = f"Returns {name} of a float32 number."
+    apply.__doc__ = f"Return {name} of a float32 scalar."
     return apply
 
 

@@ -1,4 +1,4 @@
-"""Numbers that the 32 lanes of a warp give each other. All threads of the warp must take part.
+"""Warp shuffles and reductions. All 32 lanes of the warp must take part.
 
 Source: "shfl.sync" and "redux.sync" in NVIDIA's PTX ISA.
 """
@@ -14,17 +14,17 @@ from pallas_kernels.hopper.registers import Register, bitcast, i32
 
 
 def shfl_up(x: Register, distance: int) -> Register:
-    """Returns the float32 number of the lane `distance` before. A warp's first lanes get their own."""
+    """Return the float32 value of the lane `distance` before. A warp's first lanes get their own."""
     return _shuffled(x, distance, 0, nvvm.ShflKind.up)
 
 
 def shfl_xor(x: Register, distance: int) -> Register:
-    """Returns the float32 number of the lane whose index differs in the bit `distance`, a power of two."""
+    """Return the float32 value of the lane whose index differs in the bit `distance`, a power of two."""
     return _shuffled(x, distance, 31, nvvm.ShflKind.bfly)
 
 
 def shfl_idx(x: Register, lane: int, *, width: int = 32) -> Register:
-    """Returns the float32 number of a lane, given its index among `width` neighbours, a power of two."""
+    """Return the float32 value of a lane, given its index among `width` neighbours, a power of two."""
     return _shuffled(x, lane, (32 - width) << 8 | 31, nvvm.ShflKind.idx)
 
 
@@ -35,12 +35,12 @@ def _shuffled(x: Register, operand: int, last: int, kind: Any) -> Register:
 
 
 def sum_over_lanes(x: Register, distances: Iterable[int]) -> Register:
-    """Returns the sum of the float32 numbers of lanes whose indices differ in the bits `distances`, powers of two, only."""
+    """Return the sum of the float32 values of lanes whose indices differ only in the bits `distances`, powers of two."""
     for distance in distances:
         x = x + shfl_xor(x, distance)
     return x
 
 
 def reduce_warp(operation: str, x: Register) -> Register:
-    """Returns the largest ("max") or the smallest ("min") of the warp's int32 numbers."""
+    """Return the largest ("max") or the smallest ("min") of the warp's int32 values."""
     return assembly(f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;", "=r,r", jnp.int32, [x])

@@ -21,41 +21,41 @@ from pallas_kernels._warpgroup import LANES
 from pallas_kernels.blocks import NULL_BLOCK
 
 _WARPS = 4
-_LOAD_BYTES = 16  # that a lane loads at once
+_LOAD_BYTES = 16  # bytes that a lane loads at once
 _MAX_ROWS = 16  # state rows of a warp
-_MAX_NUMBERS = 64  # of a state in a lane
-_CTAS = 256  # that fill a GPU
+_MAX_ELEMENTS = 64  # elements of a state in a lane
+_CTAS = 256  # CTAs that fill a GPU
 _MANY_ROWS = 600_000  # state rows that a large batch advances, each counted once per token
 
-State = list[list[Any]]  # a lane's shard: for each of its loads, the float32 numbers of some neighbouring columns
+State = list[list[Any]]  # a lane's shard: for each of its loads, the float32 elements of some neighbouring columns
 
 
 def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsize: int) -> int:
-    """Returns how many state rows a warp has. It changes no bit.
+    """Return the number of state rows of a warp. It changes no bit of the results.
 
-    Of 4, 8 and 16, it is the fastest number, or within 2 % of it, for heads of 128 x 128 and of 64 x 128, with JAX 0.11.2 on
+    Of 4, 8 and 16, it is the fastest, or within 2 % of it, for heads of 128 x 128 and of 64 x 128, with JAX 0.11.2 on
     an H100, and on an H200 as far as they were compared there.
 
     Args:
         batch_rows: The number of rows of the batch.
         window: The largest number of their tokens.
         head: The number of heads, of their state rows, and of the columns.
-        itemsize: The bytes of a number of the pool.
+        itemsize: The bytes of an element of the pool.
     """
     heads, rows_of_head, columns = head
-    most = min(_MAX_ROWS, _MAX_NUMBERS * LANES // columns)
+    most = min(_MAX_ROWS, _MAX_ELEMENTS * LANES // columns)
     if window > 1:
         is_large = batch_rows * window * heads * rows_of_head > _MANY_ROWS
         return min(most, 4 if is_large else 8) if itemsize == 4 else most
     is_small = batch_rows * heads * rows_of_head < _CTAS * _WARPS * most
     if is_small:
         return min(most, 4 * LANES // (columns * itemsize // _LOAD_BYTES))
-    # With numbers of 16 bits, one CTA for all 64 state rows of a head takes longer than two.
+    # With 16-bit elements, one CTA for all 64 state rows of a head takes longer than two.
     return min(most, rows_of_head // (2 * _WARPS)) if itemsize == 2 else most
 
 
 def _passes_cache(window: int, rows_of_head: int, itemsize: int) -> bool:
-    """Returns whether a state passes the caches: `load_words_if` and `store_words` say what that means.
+    """Return whether a state bypasses the caches: see `load_words_if` and `store_words`.
 
     On an H200 with JAX 0.11.2, it is faster where this function says so, and slower or as fast elsewhere.
     """
@@ -64,7 +64,7 @@ def _passes_cache(window: int, rows_of_head: int, itemsize: int) -> bool:
 
 
 def unsupported(pool: jax.Array, *inputs: jax.Array) -> str | None:
-    """Returns the reason why no kernel can advance the states of a pool, or None if one can."""
+    """Return the reason why no kernel can advance the states of a pool, or None."""
     state_rows, columns = pool.shape[3:]
     itemsize = pool.dtype.itemsize
     if {x.dtype.itemsize for x in (pool, *inputs)} - {2, 4}:
@@ -80,13 +80,13 @@ class Recurrence(Protocol):
     """The recurrence of one head, restricted to a lane's shard of the state, by single threads."""
 
     def take(self, token: Any) -> list[Any]:
-        """Loads the inputs of one token, given its index."""
+        """Load the inputs of one token, given its index."""
         ...
 
     def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
-        """Advances the state by one token, and returns the output of the lane's own state row.
+        """Advance the state by one token, and return the output of the lane's own state row.
 
-        It calls `keep` once for each load's numbers of the new state, in the order of `state`, as soon as they are computed.
+        It calls `keep` once for each load's elements of the new state, in the order of `state`, once they are computed.
         """
         ...
 
@@ -97,7 +97,7 @@ class Indices(NamedTuple):
     Attributes:
         row: The row of the batch.
         head: The head.
-        part: The CTA's index among those of the same row and head.
+        tile: The CTA's tile of the head's state rows.
         start: The row's first token.
         end: The token after the row's last one.
         total: The token after the last row of the batch.
@@ -107,7 +107,7 @@ class Indices(NamedTuple):
 
     row: Any
     head: Any
-    part: Any
+    tile: Any
     start: Any
     end: Any
     total: Any
@@ -116,17 +116,17 @@ class Indices(NamedTuple):
 
 
 class Warp:
-    """What a recurrence may use, and the code that runs it.
+    """A lane's indices and helpers for a recurrence, and the code that runs it.
 
     Attributes:
-        place: The CTA's indices.
+        indices: The CTA's indices.
         column: The lane's first column.
         columns: The number of its columns.
         own_row: The state row of which the lane gets sums.
     """
 
-    def __init__(self, pool: Any, out: Any, write_blocks: Any, place: Indices, state_rows: int) -> None:
-        self.pool, self.out, self.write_blocks, self.place = pool, out, write_blocks, place
+    def __init__(self, pool: Any, out: Any, write_blocks: Any, indices: Indices, state_rows: int) -> None:
+        self.pool, self.out, self.write_blocks, self.indices = pool, out, write_blocks, indices
         _, self._blocks, self._heads, self._rows_of_head, self._row_length = pool.shape
         self.kind = pool.dtype
         self._batch_rows, self._window = write_blocks.shape
@@ -137,19 +137,19 @@ class Warp:
         self._passes_cache = _passes_cache(self._window, self._rows_of_head, self.kind.itemsize)
         self._lane, warp = hp.lane_and_warp(hp.thread_index())
         self.column = (self._lane & (self._lanes - 1)) * self.columns
-        first = place.part * (_WARPS * state_rows) + warp * state_rows
+        first = indices.tile * (_WARPS * state_rows) + warp * state_rows
         self._first_row = first + self._lane // self._lanes  # of the first load
         self.own_row = self._first_row + self._own_load() * self._rows_of_load
 
     def run(self, recurrence: Recurrence) -> None:
-        """Runs the row's tokens, and clears this row's share of the outputs of padding tokens."""
-        start, end, read = self.place.start, self.place.end, self.place.read
+        """Run the row's tokens, and store zeros in outputs of padding tokens."""
+        start, end, read = self.indices.start, self.indices.end, self.indices.read
         is_live = start < end
         if self._window > 1:
-            # Neither number is negative, so these conditions always hold. They make the compiler load both numbers before
+            # Neither index is negative, so these conditions always hold. They make the compiler load both indices before
             # the branch. Otherwise it loads them after it, which takes longer.
-            for number in (read, self.place.layer):
-                is_live = is_live & (number >= 0)
+            for index in (read, self.indices.layer):
+                is_live = is_live & (index >= 0)
         with hp.predicated(is_live):
             at, exists = self._address(read), read != NULL_BLOCK
             state = [
@@ -161,20 +161,20 @@ class Warp:
             count = len(inputs)
 
             def step(token: Any, values: Sequence[Any]) -> list[Any]:
-                numbers, inputs, write = values[:-count], values[-count:-1], values[-1]
-                state = [list(numbers[n : n + self.columns]) for n in range(0, len(numbers), self.columns)]
+                elements, inputs, write = values[:-count], values[-count:-1], values[-1]
+                state = [list(elements[n : n + self.columns]) for n in range(0, len(elements), self.columns)]
                 at, is_kept = self._address(write), write != NULL_BLOCK
                 after: State = []
 
-                def keep(part: list[Any]) -> None:
-                    # In a branch, so that the compiler stores the part before it goes on to the next one.
+                def keep(slice_: list[Any]) -> None:
+                    # In a branch, so that the compiler stores the slice before it goes on to the next one.
                     with hp.predicated(is_kept):
-                        words, first = self._narrow(part), self._offset(len(after))
+                        words, first = self._narrow(slice_), self._offset(len(after))
                         hp.store_words(at, words, first, passes_cache=self._passes_cache)
-                    after.append(part)
+                    after.append(slice_)
 
                 self._store_output(token, recurrence.advance(inputs, state, keep))
-                return [x for part in after for x in part]
+                return [x for slice_ in after for x in slice_]
 
             def step_in_loop(token: Any, values: list[Any]) -> list[Any]:
                 # The next token's inputs are loaded while this one's are used.
@@ -189,26 +189,26 @@ class Warp:
         self._clear()
 
     def load_columns(self, ref: Any, *at: Any) -> Any:
-        """Loads the numbers of the lane's columns as a vector. `at` is the index of the first one."""
+        """Load the elements in the lane's columns as a vector. `at` is the index of the first one."""
         return hp.load_vector(ref, *at, count=self.columns)
 
     def product(self, x: Sequence[Any], y: Sequence[Any]) -> Any:
-        """Returns a lane's partial sum of the product of two vectors."""
+        """Return a lane's partial sum of the product of two vectors."""
         found = x[0] * y[0]
         for each in zip(x[1:], y[1:], strict=True):
             found = hp.fma(*each, found)
         return found
 
     def whole_product(self, x: Sequence[Any], y: Sequence[Any]) -> Any:
-        """Returns the product of two vectors, of which each lane has its columns."""
+        """Return the product of two vectors, of which each lane has its columns."""
         return hp.sum_over_lanes(self.product(x, y), [1 << n for n in range(self._lanes.bit_length() - 1)])
 
     def times(self, state: State, x: Sequence[Any]) -> Any:
-        """Returns the product of the state with a vector, of which each lane has its columns, for the lane's own row."""
-        return self.whole_sum([self.product(part, x) for part in state])
+        """Return the product of the state with a vector, of which each lane has its columns, for the lane's own row."""
+        return self.whole_sum([self.product(slice_, x) for slice_ in state])
 
     def whole_sum(self, sums: Sequence[Any]) -> Any:
-        """Adds up the partial sums of the lanes that share each state row, and returns the whole sum of the lane's own row.
+        """Add up the partial sums of the lanes that share each state row, and return the whole sum of the lane's own row.
 
         `sums` are this lane's partial sums, one for each load.
         """
@@ -226,74 +226,74 @@ class Warp:
         return total
 
     def of_each_load(self, x: Any) -> list[Any]:
-        """Returns for each load the number x of the lane whose own state row is the load's."""
+        """Return for each load the value x of the lane whose own state row is the load's."""
         return [hp.shfl_idx(x, self._owner(load), width=self._lanes) for load in range(self._loads)]
 
     def _write_block(self, token: Any) -> Any:
-        return self.write_blocks[self.place.row, token - self.place.start]
+        return self.write_blocks[self.indices.row, token - self.indices.start]
 
     def _clear(self) -> None:
-        """Stores zeros in outputs of padding tokens, of which each row of the batch has every n-th."""
-        first, rows = self.place.total + self.place.row, hp.i32(self._batch_rows)
+        """Store zeros in outputs of padding tokens, of which each row of the batch has every n-th."""
+        first, rows = self.indices.total + self.indices.row, hp.i32(self._batch_rows)
         tokens = self.out.shape[0]
         left = hp.maximum(hp.i32(tokens + self._batch_rows - 1) - first, 0)
 
-        def clear(turn: Any, values: list[Any]) -> list[Any]:
-            self._store_output(first + turn * rows, hp.f32(0.0))
+        def clear(n: Any, values: list[Any]) -> list[Any]:
+            self._store_output(first + n * rows, hp.f32(0.0))
             return values
 
         hp.for_range(hp.index(hp.i32(0)), hp.index(left // rows), clear, [])
 
     def _has_bit(self, bit: int) -> Any:
-        """Returns whether the lane's index has a bit."""
+        """Return whether the lane's index has a bit."""
         return self._lane & bit != 0
 
     def _halves(self) -> list[tuple[int, int]]:
-        """Returns for each exchange of `times` the partners' distance, and by how many loads they then differ."""
+        """Return for each exchange of `times` the partners' distance, and by how many loads they then differ."""
         return [(self._lanes >> n, self._loads >> n) for n in range(1, self._loads.bit_length())]
 
     def _own_load(self) -> Any:
-        """Returns the load of the lane's own state row."""
+        """Return the load of the lane's own state row."""
         own = hp.i32(0)
         for distance, half in self._halves():
             own = own + hp.select(self._has_bit(distance), half, 0)
         return own
 
     def _owner(self, load: int) -> int:
-        """Returns the first of the lanes of a state row whose own state row is the one of a load."""
+        """Return the first of the lanes of a state row whose own state row is the one of a load."""
         return sum(distance for distance, half in self._halves() if load & half)
 
     def _address(self, block: Any) -> Any:
-        """Returns the address of the lane's first load from a block."""
-        block = self.place.layer * self._blocks + block
-        head = block * self._heads + self.place.head
+        """Return the address of the lane's first load from a block."""
+        block = self.indices.layer * self._blocks + block
+        head = block * self._heads + self.indices.head
         row = head * self._rows_of_head + self._first_row
         return hp.long_row_address(self.pool, row, self._row_length, self.column)
 
     def _offset(self, load: int) -> int:
-        """Returns the bytes from the lane's first load to another one."""
+        """Return the bytes from the lane's first load to another one."""
         return load * self._rows_of_load * self._row_length * self.kind.itemsize
 
     def _wide(self, words: Sequence[Any]) -> list[Any]:
-        """Returns the float32 numbers of four words of a state."""
+        """Return four words of a state as float32 elements."""
         if self.kind == jnp.float32:
             return [hp.bitcast(each, jnp.float32) for each in words]
-        return hp.unpack(hp.numbers(words, self.kind).astype(jnp.float32))
+        return hp.unpack(hp.from_words(words, self.kind).astype(jnp.float32))
 
-    def _narrow(self, numbers: Sequence[Any]) -> list[Any]:
-        """Returns float32 numbers as four words of a state."""
+    def _narrow(self, elements: Sequence[Any]) -> list[Any]:
+        """Return float32 elements as four words of a state."""
         if self.kind == jnp.float32:
-            return [hp.bitcast(each, jnp.int32) for each in numbers]
-        narrow = hp.pack(numbers).astype(self.kind)
+            return [hp.bitcast(each, jnp.int32) for each in elements]
+        narrow = hp.pack(elements).astype(self.kind)
         return hp.unpack(hp.words(narrow))
 
     def _store_output(self, token: Any, x: Any) -> None:
-        """Stores the output of the lane's own state row. Of the lanes that have it, the first one does."""
+        """Store the output of the lane's own state row, by the first of the lanes that have it."""
         kind = self.out.dtype
         x = x if kind == jnp.float32 else x.astype(kind)
         others = self._lane & (self._lanes // self._loads - 1)
         with hp.predicated(others == 0):
-            self.out[token, self.place.head, self.own_row] = x
+            self.out[token, self.indices.head, self.own_row] = x
 
 
 def kernel(
@@ -307,13 +307,13 @@ def kernel(
     state_rows: int,
     recurrence: Callable[[Any, Warp], Recurrence],
 ) -> None:
-    """Handles some state rows of one head of one row of the batch.
+    """Handle some state rows of one head of one row of the batch.
 
     The arguments up to `pool` are arrays. `refs` are the inputs by their `names`, and the outputs.
     """
-    row, head, part = (hp.axis_index(axis) for axis in ("row", "head", "part"))
-    # All numbers are loaded at once. The compiler would load some of them only when it knows others.
-    numbers = hp.optimization_barrier(
+    row, head, tile = (hp.axis_index(axis) for axis in ("row", "head", "tile"))
+    # All indices are loaded at once. The compiler would load some of them only when it knows others.
+    loaded = hp.optimization_barrier(
         (
             query_start_loc[row],
             query_start_loc[row + 1],
@@ -324,11 +324,11 @@ def kernel(
     )
 
     def body(*given: Any) -> None:
-        (write_blocks, pool, *inputs, out), place = given[: len(refs) + 2], Indices(*given[len(refs) + 2 :])
-        warp = Warp(pool, out, write_blocks, place, state_rows)
+        (write_blocks, pool, *inputs, out), indices = given[: len(refs) + 2], Indices(*given[len(refs) + 2 :])
+        warp = Warp(pool, out, write_blocks, indices, state_rows)
         warp.run(recurrence(SimpleNamespace(**dict(zip(names, inputs, strict=True))), warp))
 
-    hp.inline(body, *((ref, ()) for ref in (write_blocks, pool, *refs)), row, head, part, *numbers)
+    hp.inline(body, *((ref, ()) for ref in (write_blocks, pool, *refs)), row, head, tile, *loaded)
 
 
 def advance_states(
@@ -340,7 +340,7 @@ def advance_states(
     layer: int | jax.Array,
     rows: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches a kernel. Returns its outputs and the updated pool.
+    """Launch a kernel. Return its outputs and the updated pool.
 
     Args:
         name: The kernel's name.
@@ -365,7 +365,7 @@ def advance_states(
         body,
         out_type=out,
         grid=(batch_rows, head[0], head[1] // (_WARPS * state_rows)),
-        grid_names=("row", "head", "part"),
+        grid_names=("row", "head", "tile"),
         kernel_name=name,
     )(jnp.reshape(layer, 1), *rows, updated, *inputs.values())
     return results, jax.freeze(updated)

@@ -1,6 +1,6 @@
 """Tiles and vectors in a warpgroup's registers, and products on its tensor cores.
 
-Tensor SMs take tiles from SMEM that are `tiled`, or their left operand from registers.
+Tensor cores take tiles from SMEM that are `tiled`, or their left operand from registers.
 """
 
 import functools
@@ -24,15 +24,15 @@ from pallas_kernels.hopper.shuffles import sum_over_lanes
 
 
 def load_spread(ref: Any) -> jax.Array:
-    """Loads a vector that a warpgroup's threads share, as float32."""
+    """Load a vector as float32 in the layout `spread`."""
     return plgpu.load(ref, layout=spread(ref.shape[0])).astype(jnp.float32)
 
 
 def load_for_each_head(ref: Any, length: int) -> jax.Array:
-    """Loads the parameters of one head once per head of a vector, as a float32 vector in the layout `spread`.
+    """Load the parameters of one head once per head of a vector, as a float32 vector in the layout `spread`.
 
     Args:
-        ref: The parameters of a head, float32, in GMEM. Their number is as in `sums_of_heads`.
+        ref: The parameters of a head, float32, in GMEM. Their number is `dim` of `sums_of_heads`.
         length: The length of the vector.
     """
     count = pack_of_spread(length)
@@ -46,7 +46,7 @@ def load_for_each_head(ref: Any, length: int) -> jax.Array:
 
 
 def sums_of_heads(x: jax.Array, dim: int) -> jax.Array:
-    """Gives each element of a float32 vector in the layout `spread` the sum of its head, `dim` elements in a row.
+    """Give each element of a float32 vector in the layout `spread` the sum of its head, `dim` elements in a row.
 
     A head must be in one warp's registers: `dim` is `pack_of_spread` times a power of two up to 32.
     """
@@ -64,21 +64,21 @@ def sums_of_heads(x: jax.Array, dim: int) -> jax.Array:
 
 
 def load_rows_by_warp(ref: Any) -> jax.Array:
-    """Loads a tile [4, 256 n] as float32. Each of the four warps gets a row, and a lane gets eight of every 256 columns."""
+    """Load a tile [4, 256 n] as float32. Each of the four warps gets a row, and a lane gets eight of every 256 columns."""
     return plgpu.load(ref, layout=by_warp()).astype(jnp.float32)
 
 
 def load_for_each_warp(ref: Any) -> jax.Array:
-    """Loads a vector [256 n] into every warp. Its lanes get the columns that they get from `load_rows_by_warp`."""
+    """Load a vector [256 n] into every warp. Its lanes get the columns that they get from `load_rows_by_warp`."""
     return plgpu.load(ref, layout=by_warp().reduce(0), optimized=False)
 
 
 def store_tiles(tiles: Sequence[jax.Array], refs: Sequence[Any], *, is_visible: bool = False) -> None:
-    """Stores tiles in SMEM. Each thread stores its own registers, and waits for no other.
+    """Store tiles in SMEM. Each thread stores its own registers, and waits for no other.
 
     Args:
         tiles: Tiles in registers, in the layout of tensor cores.
-        refs: Where they go, `tiled`. Nothing reads it any more when any of the threads gets here.
+        refs: Receive the tiles, `tiled`. Nothing reads their old contents any more when any of the threads gets here.
         is_visible: Whether tensor cores and copies see the stores at once. Otherwise they do after `commit_smem`.
     """
 
@@ -93,7 +93,7 @@ def store_tiles(tiles: Sequence[jax.Array], refs: Sequence[Any], *, is_visible: 
 
 
 def store_and_arrive(tiles: Sequence[jax.Array], refs: Sequence[Any], barrier: Any) -> None:
-    """Stores tiles in SMEM for tensor cores, and arrives at a barrier at which their reader waits.
+    """Store tiles in SMEM for tensor cores, and arrive at a barrier at which their reader waits.
 
     With `commit_smem`, the warpgroup's threads would wait for each other.
     """
@@ -102,12 +102,12 @@ def store_and_arrive(tiles: Sequence[jax.Array], refs: Sequence[Any], barrier: A
 
 
 def load_tile(ref: Any) -> jax.Array:
-    """Loads a tile [64 n, 8 m] into registers, in the layout of tensor cores."""
+    """Load a tile [64 n, 8 m] into registers, in the layout of tensor cores."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
 
 
 def load_gmem_tile(ref: Any, *, transposed: bool = False) -> jax.Array:
-    """Loads a tile [64 n, 8 m] from GMEM into registers, without SMEM between. It is slow.
+    """Load a tile [64 n, 8 m] from GMEM into registers, without SMEM between. It is slow.
 
     If `transposed` is set, the array in memory is the tile's transpose.
     """
@@ -118,7 +118,7 @@ def load_gmem_tile(ref: Any, *, transposed: bool = False) -> jax.Array:
 
 
 def store_gmem(ref: Any, tile: jax.Array, *, transposed: bool = False) -> None:
-    """Stores a tile, its transpose, or a vector from registers to GMEM, not by a copy from SMEM."""
+    """Store a tile, its transpose, or a vector from registers to GMEM, not by a copy from SMEM."""
     if transposed:
         ref, tile = ref.T, plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
     if hasattr(plgpu, "store"):  # from JAX 0.12 on, where plain stores must fill whole sectors of 32 bytes
@@ -128,57 +128,57 @@ def store_gmem(ref: Any, tile: jax.Array, *, transposed: bool = False) -> None:
 
 
 def store_transposed(ref: Any, tile: jax.Array) -> None:
-    """Stores the transpose of a tile in SMEM."""
+    """Store the transpose of a tile in SMEM."""
     ref.T[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def load_transposed(ref: Any) -> jax.Array:
-    """Loads the transpose [64 n, 8 m] of a tile in SMEM."""
+    """Load the transpose [64 n, 8 m] of a tile in SMEM."""
     return plgpu.layout_cast(plgpu.load(ref.T, layout=plgpu.Layout.WGMMA_TRANSPOSED), plgpu.Layout.WGMMA)
 
 
 def load_per_row(ref: Any) -> jax.Array:
-    """Loads a vector with a value for each row of tiles."""
+    """Load a vector with a value for each row of tiles."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
 
 
 def load_per_column(ref: Any) -> jax.Array:
-    """Loads a vector with a value for each column of tiles."""
+    """Load a vector with a value for each column of tiles."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
 
 
 def zeros(shape: tuple[int, int], dtype: Any) -> jax.Array:
-    """Returns a tile of zeros in registers."""
+    """Return a tile of zeros in registers."""
     return plgpu.layout_cast(jnp.zeros(shape, dtype), plgpu.Layout.WGMMA)
 
 
 def zeros_per_row(rows: int, dtype: Any) -> jax.Array:
-    """Returns a vector of zeros, with a value for each row of tiles."""
+    """Return a vector of zeros, with a value for each row of tiles."""
     return plgpu.layout_cast(jnp.zeros((rows,), dtype), plgpu.Layout.WGMMA.reduce(1))
 
 
 def rows(shape: tuple[int, int]) -> jax.Array:
-    """Returns a tile whose elements are their own row, int32."""
+    """Return a tile whose elements are their own row, int32."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
 
 
 def columns(shape: tuple[int, int]) -> jax.Array:
-    """Returns a tile whose elements are their own column, int32."""
+    """Return a tile whose elements are their own column, int32."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
 
 def along_columns(vector: jax.Array, rows: int) -> jax.Array:
-    """Returns a tile all of whose rows are `vector`."""
+    """Return a tile all of whose rows are `vector`."""
     return lax.broadcast_in_dim(vector, (rows, *vector.shape), [1])
 
 
 def along_rows(vector: jax.Array, count: int) -> jax.Array:
-    """Returns a tile all of whose `count` columns are `vector`."""
+    """Return a tile all of whose `count` columns are `vector`."""
     return lax.broadcast_in_dim(vector, (*vector.shape, count), [0])
 
 
 def scale_rows(tile: jax.Array, factors: jax.Array) -> jax.Array:
-    """Multiplies the rows of a float32 tile by factors. A warp does nothing if all factors of its rows are 1."""
+    """Multiply the rows of a float32 tile by factors. A warp does nothing if all factors of its rows are 1."""
     layout = plgpu.Layout.WGMMA
 
     def scaled(_: Any, tile: Any, factors: Any) -> Any:
@@ -197,7 +197,7 @@ def scale_rows(tile: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def multiply(shape: tuple[int, int], steps: Sequence[Any]) -> jax.Array:
-    """Sums products of tiles on tensor cores, in float32.
+    """Sum products of tiles on tensor cores, in float32.
 
     Args:
         shape: The shape of the sum, [64 n, 8 m].
@@ -222,13 +222,13 @@ def multiply_all(
     sums: Sequence[Sequence[tuple[Any, Any]]],
     meanwhile: Callable[[], Sequence[jax.Array] | None] = lambda: None,
 ) -> list[jax.Array]:
-    """Sums products of tiles on tensor cores, all at once.
+    """Sum products of tiles on tensor cores, all at once.
 
     Args:
         shape: The shape of each sum, [64 n, 8 m].
         sums: The pairs of operands of each sum. Left ones are in SMEM, or they are functions that return them in
             registers and that are called when the products before have been started.
-        meanwhile: What the warpgroup does while the tensor cores work. It may return arrays.
+        meanwhile: The warpgroup calls it while the tensor cores work. It may return arrays.
 
     Returns:
         A tile per sum, in float32, and the arrays.
@@ -248,7 +248,7 @@ def multiply_all(
 
 
 def accumulate(total: jax.Array, left: jax.Array, right: Any) -> jax.Array:
-    """Adds a product of tiles to a sum on tensor cores, in float32.
+    """Add a product of tiles to a sum on tensor cores, in float32.
 
     Args:
         total: The sum, [64 n, 8 m].

@@ -218,7 +218,7 @@ def _convolve(step: Convolved, held: Sequence[Any], values: Sequence[Any]) -> tu
         [*held[: step.width - 1], hp.word(hp.rounded_pair(values, step.pool.dtype))],
         held[step.width - 1 :],
     )
-    wide = lambda word: hp.numbers([word], kind).astype(jnp.float32)
+    wide = lambda word: hp.from_words([word], kind).astype(jnp.float32)
     total = hp.add(*[wide(tap) * wide(each) for tap, each in zip(taps, inputs, strict=True)])
     return inputs, [hp.silu(each) if step.activation == "silu" else each for each in hp.unpack(total)]
 

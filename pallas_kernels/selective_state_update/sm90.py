@@ -31,7 +31,7 @@ class _StateSpace:
     """The recurrence of one head. `refs` are `x`, `dt`, `A`, `B`, `C`, and `D`, `z` and `dt_bias` if there are any."""
 
     def __init__(self, refs: Any, warp: Warp, dt_softplus: bool) -> None:
-        self.refs, self.warp, self.dt_softplus, self.head = refs, warp, dt_softplus, warp.place.head
+        self.refs, self.warp, self.dt_softplus, self.head = refs, warp, dt_softplus, warp.indices.head
         heads, groups = refs.x.shape[1], refs.B.shape[1]
         self.group = self.head // (heads // groups)
         self.rate = refs.A[self.head].astype(jnp.float32)

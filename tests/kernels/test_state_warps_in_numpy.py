@@ -35,8 +35,8 @@ def run(monkeypatch):
     hp = fake(threads)
     install(monkeypatch, threads, hp, (state_warps, delta_rule, _gate_code, state_space))
     hp.optimization_barrier = lambda x: x
-    place = {}
-    hp.axis_index = lambda axis: place[axis]
+    indices = {}
+    hp.axis_index = lambda axis: indices[axis]
 
     def run(recurrence, inputs, pool, rows, state_rows=None):
         dtype, tokens = next(iter(inputs.values())).dtype, next(iter(inputs.values())).shape[0]
@@ -45,10 +45,10 @@ def run(monkeypatch):
         heads, rows_of_head, _ = head = pool.shape[2:]
         state_rows = state_rows or state_warps.state_rows_of_warp(*write.shape, head, pool.dtype.itemsize)
         out = Ref(np.full((tokens, heads, rows_of_head), np.nan, dtype))
-        for row, head, part in itertools.product(
+        for row, head, tile in itertools.product(
             range(len(read)), range(heads), range(rows_of_head // 4 // state_rows)
         ):
-            place.update(row=row, head=head, part=part)
+            indices.update(row=row, head=head, tile=tile)
             numbers = np.array([LAYER]), starts, read, Ref(write)
             options = dict(names=list(inputs), state_rows=state_rows, recurrence=recurrence)
             state_warps.kernel(*numbers, pool, *given, out, **options)

@@ -237,7 +237,7 @@ class _Threads:
         """Returns the factor of a vector, of which four lanes have a slice each."""
         if not self.gate.use_qk_l2norm:
             return hp.f32(factor)
-        wide = [hp.numbers(part, self.kind).astype(jnp.float32) for part in words]
+        wide = [hp.from_words(part, self.kind).astype(jnp.float32) for part in words]
         squares = hp.add(*[each * each for each in wide])
         total = hp.reduce_add(squares)
         total = hp.sum_over_lanes(total, (1, 2))
@@ -287,7 +287,7 @@ class _Threads:
             column = ((part % per_row) ^ swap) * 8
             kept = [hp.select(exists, word, 0) for word in words]
             where = [hp.index(each) for each in (row >> 3, tile, in_tile, column)]
-            hp.store_vector(hp.numbers(kept, self.kind), ref, *where)
+            hp.store_vector(hp.from_words(kept, self.kind), ref, *where)
 
     def store_tile(
         self, first: int, products: Sequence[Any], factors: Sequence[Any], beta: Any, decays: Sequence[Any]

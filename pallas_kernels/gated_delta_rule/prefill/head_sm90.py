@@ -158,7 +158,7 @@ def load_values(tile: Any) -> jax.Array:
     def body(tile: Any) -> Any:
         kind = tile.dtype
         words = [word for place in _addresses_of_matrices(tile) for word in hp.ldmatrix_transposed(place)]
-        return ([hp.numbers([word], kind) for word in words],)
+        return ([hp.from_words([word], kind) for word in words],)
 
     return hp.inline(body, (tile, hp.tiling(tile.dtype)), results=[(SHAPE, tile.dtype)])[0]
 
