@@ -7,24 +7,24 @@ from pallas_kernels.gated_delta_rule.gates import Gates
 
 
 class Gate(NamedTuple):
-    """How gates and factors of vectors are computed: see the arguments of `gated_delta_rule_update`."""
+    """The options of gates and norms: see the arguments of `gated_delta_rule_update`."""
 
     gates: Gates
     scale: float
     use_qk_l2norm: bool
 
     def log_decay(self, raw: Any, rate: Any, bias: Any) -> Any:
-        """Returns the log decay of a token, given its raw projection, `A_log` and `dt_bias`, all in float32."""
+        """Return the log decay of a token, given its raw projection, `A_log` and `dt_bias`, all in float32."""
         raw, rate = raw + bias, hp.exp(rate)
         if self.gates.lower_bound is None:
             return -(rate * hp.softplus(raw))
         return hp.f32(self.gates.lower_bound) * _sigmoid(rate * raw)
 
     def beta(self, raw: Any) -> Any:
-        """Returns the strength of a token's correction, given its raw projection in float32."""
+        """Return a token's correction strength, given its raw projection in float32."""
         return _sigmoid(raw) * (2.0 if self.gates.allow_neg_eigval else 1.0)
 
 
 def _sigmoid(x: Any) -> Any:
-    """Returns 1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return hp.f32(1.0) / (hp.f32(1.0) + hp.exp(-x))

@@ -33,7 +33,7 @@ def gated_delta_rule_gates(
     Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
     Float32[Array, "tokens value_heads"],
 ]:
-    """Computes the log decay g (at most 0) and the correction strength beta from raw projections, in float32.
+    """Compute the log decay g (at most 0) and the correction strength beta from raw projections, in float32.
 
     `gated_delta_rule_update` computes them inside its kernel and has the equations. The other functions take them as
     arrays.
@@ -80,7 +80,7 @@ def gated_delta_rule_update(
     layout: StateLayout = "VK",
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
-    """Runs the gated delta rule over decode and verify rows, in one launch, and keeps the state after each token.
+    """Run the gated delta rule over decode and verify rows, in one launch, and keep the state after each token.
 
     It takes the convolution's outputs and the raw gates as the projections give them. The state after token t of row r
     is written to `rows.write[r, t]`.
@@ -95,7 +95,7 @@ def gated_delta_rule_update(
         k = k / sqrt(sum(k^2) + 1e-6)
         S = S * exp(g);  S = S + beta * (v - S k) k^T;  o = S q
 
-    In a gated delta net g is one number per head. In Kimi delta attention it is one number per key channel and scales
+    In a gated delta net g is one value per head. In Kimi delta attention it is one value per key channel and scales
     the columns of S.
 
     Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. A row's
@@ -126,7 +126,7 @@ def gated_delta_rule_update(
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `run` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
+        UnsupportedError: if `run` names a kernel that cannot run these arguments. The "mosaic_gpu" kernel takes
             arrays of 16 or 32 bits, layout "VK", a decay per head, value_dim in multiples of 64, 128, 256 or 512 bytes of
             keys per value dim, and no `config`, and needs JAX 0.11.2 or newer.
     """
@@ -166,7 +166,7 @@ def gated_delta_rule_recurrent(
     layout: StateLayout = "VK",
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
-    """Runs the gated delta rule over decode and verify rows from queries, keys, values, log decays and beta.
+    """Run the gated delta rule over decode and verify rows from queries, keys, values, log decays and beta.
 
     It differs from `gated_delta_rule_update` only in its inputs: they are given separately, and the gates are computed
     already, for example by `gated_delta_rule_gates`.
@@ -230,18 +230,18 @@ def gated_delta_rule_prefill(
     layout: StateLayout = "VK",
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
-    """Runs the gated delta rule over rows of any length, chunk by chunk, and keeps each row's final state.
+    """Run the gated delta rule over rows of any length, chunk by chunk, and keep each row's final state.
 
-    The equations are those of `gated_delta_rule_update`. Chunks end at multiples of `rows.chunks.chunk_size` in the
+    The equations are in `gated_delta_rule_update`. Chunks end at multiples of `rows.chunks.chunk_size` in the
     sequence's absolute position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in
     one call, were split at the end of a chunk, or resumed from a block. "xla" can be differentiated.
 
-    Numerics: sums are float32. Decays are exponentials of numbers that are not positive, or that are bounded, and each
+    Numerics: sums are float32. Decays are exponentials of values that are not positive, or that are bounded, and each
     sum of log decays is as exact as if it were computed alone. The triangular system is solved by forward substitution.
-    "xla" multiplies at Precision.HIGHEST. "triton" multiplies bfloat16 inputs exactly with float32 values in two pieces
-    of bfloat16 (a relative error of 2^-16), or in one piece where only outputs depend on them. It multiplies other
+    "xla" multiplies at Precision.HIGHEST. "triton" multiplies bfloat16 inputs exactly with float32 values in two
+    bfloat16 terms (a relative error of 2^-16), or in one term where only outputs depend on them. It multiplies other
     inputs as float32, in three products of tf32 (2^-21). With a decay per key channel, "triton" decays bfloat16 keys,
-    rounds them to bfloat16 and multiplies them in one piece (2^-8) unless `config` asks for two. How small a single
+    rounds them to bfloat16 and multiplies them in one term (2^-8) unless `config` asks for two. How small a single
     token's decay can be there is described in docs/kernels.md. "mosaic_gpu" is as exact as "triton".
 
     Source: the UT transform of Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
@@ -300,7 +300,7 @@ def _update(operands, gates, scale, use_qk_l2norm, layout, run):
 
 
 def _update_by_mosaic_gpu(operands, options, run):
-    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(run):
         return reason
     from pallas_kernels.gated_delta_rule import sm90
@@ -337,7 +337,7 @@ def _prefill(operands, scale, use_qk_l2norm, layout, run, unsupported):
 
 
 def _prefill_by_mosaic_gpu(operands, options, run):
-    """Returns the Mosaic GPU kernels, or the reason why they cannot run. They are imported only where they may run."""
+    """Return the Mosaic GPU kernels, or the reason why they cannot run. They are imported only where they may run."""
     if reason := unavailable(run):
         return reason
     from pallas_kernels.gated_delta_rule.prefill import chunk_states_64_sm90, sm90

@@ -10,7 +10,7 @@ class Case:
     """One call of the op: the lengths of its rows, and the sizes and dtypes of one layer.
 
     `packed` cases call `gated_delta_rule_update`, the others `gated_delta_rule_recurrent`. `kda` means a decay per key
-    channel, as in Kimi delta attention. `allow_neg_eigval` lets beta go up to 2. `layout` is that of the pool.
+    channel, as in Kimi delta attention. `allow_neg_eigval` lets beta go up to 2. `layout` is the pool's layout.
     """
 
     name: str

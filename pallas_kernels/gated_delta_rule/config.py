@@ -20,7 +20,7 @@ class Config:
         num_warps: The number of warps per program.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field has a value that is not allowed.
     """
 
     block_value: int
@@ -36,15 +36,15 @@ class Config:
 
 
 def default_config(rows: int, window: int, itemsize: int, layout: StateLayout = "VK") -> Config:
-    """Returns the configuration for a batch of `rows` rows of at most `window` tokens and states of `itemsize` bytes.
+    """Return the configuration for a batch of `rows` rows of at most `window` tokens and states of `itemsize` bytes.
 
     Tiles are small enough for one warp to handle them without shared memory. A kernel that uses shared memory would
     lose most of the L1 cache to it when XLA launches it. Tile and segment determine the order of sums, so they depend
     on the state's dtype alone. For heads of 128 x 128 it is the fastest of `benchmarks.tune`, or within 2 % of it, on
     an H200 with JAX 0.11.2. Verify rows of 16-bit states are not tuned.
 
-    In layout "KV" the values of a tile are neighbours in memory. There are as many of them as fill 32 bytes, which is the
-    least that memory hands out, so that half of a warp's lanes hold 16 keys each. That configuration is not tuned.
+    In layout "KV" the values of a tile are neighbours in memory. They fill 32 bytes, the smallest transfer of memory, so
+    that half of a warp's lanes hold 16 keys each. That configuration is not tuned.
     """
     if layout == "KV":
         values = 32 // itemsize
@@ -63,14 +63,14 @@ class PrefillConfig:
 
     Attributes:
         tile_value: The number of value dims per program of the kernel that carries states.
-        num_warps: The number of warps per program of that kernel.
-        num_stages: The number of chunks that that kernel loads and runs at the same time.
+        num_warps: The number of warps per program of the same kernel.
+        num_stages: The number of chunks that this kernel loads and runs at the same time.
         products_warps: The number of warps per program of the kernel that multiplies a chunk's keys.
-        pieces: If inputs are bfloat16, the number of bfloat16 pieces into which float32 values are split for the
-            products that states depend on. The relative error is 2^-16 with two pieces and 2^-8 with one.
+        pieces: If inputs are bfloat16, the number of bfloat16 terms into which float32 values are split for the
+            products that states depend on. The relative error is 2^-16 with two terms and 2^-8 with one.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field has a value that is not allowed.
     """
 
     tile_value: int
@@ -85,15 +85,15 @@ class PrefillConfig:
 
 
 _SHARED_BYTES = 215_000  # the shared memory for the chunks in flight, out of an H200's 232,448 bytes
-_SCRATCH_BYTES = 26_000  # that a program of the kernel takes besides the chunks that are in flight after the first
+_SCRATCH_BYTES = 26_000  # a program's shared memory besides the chunks that are in flight after the first
 
 
 def default_prefill_config(values: int, key_dim: int, itemsize: int, per_channel: bool) -> PrefillConfig:
-    """Returns the configuration for `values` value dims in all heads and rows together, and inputs of `itemsize` bytes.
+    """Return the configuration for `values` value dims in all heads and rows together, and inputs of `itemsize` bytes.
 
     If there are few value dims, they are cut into small tiles, so that there are enough programs to fill the GPU. With
-    a decay per key channel (`per_channel`), keys are decayed before they are multiplied, in one piece of bfloat16,
-    because two pieces take 1.8 times as long. Measured on an H200 with JAX 0.11.2 for heads of 128 x 128 and bfloat16
+    a decay per key channel (`per_channel`), keys are decayed before they are multiplied, in one bfloat16 term,
+    because two terms take 1.8 times as long. Measured on an H200 with JAX 0.11.2 for heads of 128 x 128 and bfloat16
     inputs; float32 inputs are not tuned. Where the GPU has less shared memory, fewer chunks are in flight.
     """
     if itemsize == 4:

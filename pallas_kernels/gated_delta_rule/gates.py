@@ -1,4 +1,4 @@
-"""How raw projections become the gates of a token: its log decay and the strength of its correction."""
+"""The gates of a token, its log decay and correction strength, from raw projections."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Gates:
     allow_neg_eigval: bool = False
 
     def checked(self, op: str) -> "Gates":
-        """Returns itself, for op `op`.
+        """Return the gates unchanged if they are valid arguments of the op `op`.
 
         Raises:
             ValueError: `lower_bound` is not negative.
@@ -32,7 +32,7 @@ class Gates:
         return self
 
     def compute(self, a: jax.Array, b: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes g and beta as `gated_delta_rule_gates` does. `A_log` must broadcast against `a`.
+        """Compute g and beta as `gated_delta_rule_gates` does. `A_log` must broadcast against `a`.
 
         The Triton kernels call it as well.
         """

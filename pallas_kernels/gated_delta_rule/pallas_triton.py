@@ -28,7 +28,7 @@ def _recurrence(
     gates: Gates,
     layout: StateLayout,
 ) -> _state_rows.Recurrence:
-    """Makes the recurrence of one head, for `_state_rows.advance_rows`.
+    """Make the recurrence of one head, for `_state_rows.advance_rows`.
 
     Args:
         head: The value head.
@@ -44,11 +44,11 @@ def _recurrence(
     key, key_inside = keys
 
     def vector(ref, *at, offset=0):
-        """Loads the keys of one head, folded into segments, in float32."""
+        """Load the keys of one head, folded into segments, in float32."""
         return pt.load(ref.at[(*at, offset + key)], mask=key_inside, other=0.0).astype(jnp.float32)
 
     def of_head(ref, *token):
-        """Loads the head's number, or its vector of keys if the array has one per key channel."""
+        """Load the head's value, or its vector of keys if the array has one value per key channel."""
         at = (*token, head)
         return vector(ref, *at) if len(ref.shape) > len(at) else ref[at].astype(jnp.float32)
 
@@ -58,7 +58,7 @@ def _recurrence(
         of_gate = of_head(refs.A_log), of_head(refs.dt_bias)
 
         def take(token):
-            q, k = (vector(refs.qkv, token, offset=part * key_channels + key_base) for part in (0, 1))
+            q, k = (vector(refs.qkv, token, offset=n * key_channels + key_base) for n in (0, 1))
             first = 2 * key_channels + head * value_dim
             v = [pt.load(refs.qkv.at[token, first + value], mask=inside, other=0.0) for value, inside in tiles]
             return q, k, v, of_head(refs.a, token), of_head(refs.b, token)
@@ -103,7 +103,7 @@ def _update(
     run: Run,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the update kernel."""
+    """Launch the update kernel."""
     config = run.config or default_config(rows.num_rows, rows.write.shape[1], pool.dtype.itemsize, layout)
     where = dict(query_start_loc=rows.query_start_loc, read_block=rows.read, write_blocks=rows.write)
 
@@ -139,7 +139,7 @@ def gated_delta_rule_update(
     gates: Gates,
     run: Run,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel on the convolution's outputs and raw gates. See api.py."""
+    """Launch the kernel on the convolution's outputs and raw gates. See api.py."""
     return _update(
         dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias),
         rows,
@@ -167,7 +167,7 @@ def gated_delta_rule_recurrent(
     layout: StateLayout,
     run: Run,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel on separate queries, keys, values and gates. See api.py."""
+    """Launch the kernel on separate queries, keys, values and gates. See api.py."""
     return _update(
         dict(qkv=None, q=q, k=k, v=v, g=g, beta=beta),
         rows,

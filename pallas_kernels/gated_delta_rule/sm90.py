@@ -21,7 +21,7 @@ from pallas_kernels.rows import Rows
 
 
 def unsupported(inputs: Sequence[jax.Array], pool: jax.Array, layout: StateLayout) -> str | None:
-    """Returns the reason why the kernel cannot run these arguments, or None if it can. `inputs` are those before `pool`."""
+    """Return the reason why the kernel cannot run these arguments, or None. `inputs` are the arguments before `pool`."""
     if layout != "VK":
         return f"layout must be 'VK', got {layout!r}"
     a = inputs[1]
@@ -44,25 +44,25 @@ class _DeltaRule:
         self.rate, self.bias = (ref[self.head].astype(jnp.float32) for ref in (refs.A_log, refs.dt_bias))
 
     def take(self, token: Any) -> list[Any]:
-        """Loads the lane's part of the query and the key, the value of its own state row, and the gates."""
+        """Load the lane's columns of the query and the key, the value of its own state row, and the gates."""
         *of_keys, of_value = self.channels
         vectors = [self.warp.load_columns(self.refs.qkv, token, channel) for channel in of_keys]
         gates = [ref[token, self.head].astype(jnp.float32) for ref in (self.refs.a, self.refs.b)]
         return [*vectors, self.refs.qkv[token, of_value].astype(jnp.float32), *gates]
 
     def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
-        """Advances the state by one token, and returns the output of the lane's own state row."""
+        """Advance the state by one token, and return the output of the lane's own state row."""
         query, key, value, raw, beta = inputs
         query, key, query_of_key = self.scale(*(hp.unpack(x.astype(jnp.float32)) for x in (query, key)))
         decay = hp.exp(self.gate.log_decay(raw, self.rate, self.bias))
         known, answer = (self.warp.times(state, [decay * x for x in each]) for each in (key, query))
         correction = self.gate.beta(beta) * (value - known)
-        for part, factor in zip(state, self.warp.of_each_load(correction), strict=True):
-            keep([hp.fma(factor, k, decay * x) for k, x in zip(key, part, strict=True)])
+        for slice_, factor in zip(state, self.warp.of_each_load(correction), strict=True):
+            keep([hp.fma(factor, k, decay * x) for k, x in zip(key, slice_, strict=True)])
         return hp.fma(correction, query_of_key, answer)
 
     def scale(self, query: list[Any], key: list[Any]) -> tuple[list[Any], list[Any], Any]:
-        """Returns the lane's part of the query and the key, normalised and scaled, and the product of all of both."""
+        """Return the lane's columns of the query and the key, normalised and scaled, and the whole dot product."""
         of_query, of_key = hp.f32(self.gate.scale), hp.f32(1.0)
         if self.gate.use_qk_l2norm:
             squares = [self.warp.whole_product(x, x) for x in (query, key)]
@@ -86,7 +86,7 @@ def gated_delta_rule_update(
     layout: StateLayout,
     gates: Gates,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel. See api.py."""
+    """Launch the kernel. See api.py."""
     gate = Gate(gates, scale, use_qk_l2norm)
     return state_warps.advance_states(
         "gated_delta_rule_update",

@@ -17,7 +17,7 @@ L2_EPSILON = 1e-6
 
 
 def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -> tuple[jax.Array, jax.Array]:
-    """Returns queries and keys in float32, normalised if asked for, with the queries scaled."""
+    """Return queries and keys in float32, normalised if asked for, with the queries scaled."""
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if use_qk_l2norm:
         q = q * jax.lax.rsqrt(jnp.sum(q * q, -1, keepdims=True) + L2_EPSILON)
@@ -26,7 +26,7 @@ def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -
 
 
 def _in_layout(states: jax.Array, layout: StateLayout) -> jax.Array:
-    """Turns states [..., value_dim, key_dim] into blocks of a pool, or blocks into states."""
+    """Return states [..., value_dim, key_dim] as blocks of a pool, or blocks as states."""
     return states if layout == "VK" else states.swapaxes(-1, -2)
 
 
@@ -41,7 +41,7 @@ def _advance_rows(
     use_qk_l2norm: bool,
     layout: StateLayout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances packed rows token by token. take(token) returns the token's q, k, v, g and beta."""
+    """Advance packed rows token by token. take(token) returns the token's q, k, v, g and beta."""
     value_heads, value_dim, key_dim = state_dims(pool, layout)
     of_token = token_rows(rows.query_start_loc, num_tokens)
 
@@ -58,8 +58,8 @@ def _advance_rows(
         out = out.at[token].set(jnp.sum(state * q[:, None, :], axis=-1).astype(dtype))
         return state, out, write_blocks(pool, rows.layer, rows.write[row, offset], _in_layout(state, layout))
 
-    # Every token runs in the same loop body of one shape, gates included, and the loop has as many turns as there are
-    # tokens. A row's bits therefore depend neither on other rows nor on the amount of padding.
+    # Every token runs in the same loop body of one shape, gates included, and the loop has one iteration per token.
+    # A row's bits therefore depend neither on other rows nor on the amount of padding.
     state = jnp.zeros((value_heads, value_dim, key_dim), jnp.float32)
     out = jnp.zeros((num_tokens, value_heads, value_dim), dtype)
     first, end = rows.query_start_loc[0], rows.query_start_loc[-1]
@@ -77,7 +77,7 @@ def gated_delta_rule_recurrent(
     rows: Rows,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances rows from separate inputs and computed gates. See api.py."""
+    """Advance rows from separate inputs and computed gates. See api.py."""
 
     def take(token):
         return q[token], k[token], v[token], g[token], beta[token]
@@ -98,7 +98,7 @@ def gated_delta_rule_update(
     layout: StateLayout,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances rows from the convolution's outputs and raw gates. See api.py."""
+    """Advance rows from the convolution's outputs and raw gates. See api.py."""
     value_heads, value_dim, key_dim = state_dims(pool, layout)
     key_channels = (qkv.shape[1] - value_heads * value_dim) // 2
     A_log = A_log.reshape(-1, *(1,) * (a.ndim - 2))
@@ -114,7 +114,7 @@ def gated_delta_rule_update(
 def _advance_chunk(
     state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances the states of all value heads by one chunk.
+    """Advance the states of all value heads by one chunk.
 
     Args:
         state: The states before the chunk, [heads, value_dim, key_dim].
@@ -136,7 +136,7 @@ def _advance_chunk(
     between = jnp.where(lower[..., None], jnp.exp(jnp.cumsum(after, axis=1)), 0.0)
 
     def products(x):
-        """Returns the decayed products of each token's x with the keys up to that token, [heads, chunk, chunk]."""
+        """Return the decayed products of each token's x with the keys up to that token, [heads, chunk, chunk]."""
         if g.shape[-1] == 1:
             return between[..., 0] * dot("hik,hjk->hij", x, k)
         return jnp.sum(between * x[:, :, None, :] * k[:, None, :, :], axis=-1)
@@ -165,7 +165,7 @@ def gated_delta_rule_prefill(
     use_qk_l2norm: bool,
     layout: StateLayout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs rows of any length, chunk by chunk. See api.py."""
+    """Run rows of any length, chunk by chunk. See api.py."""
     num_tokens, repeats = v.shape[0], v.shape[1] // k.shape[1]
     offset, block = kept_states(rows)
     g = g.reshape(*g.shape[:2], -1)

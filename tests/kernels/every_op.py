@@ -17,7 +17,7 @@ SHAPES = dict(
     tokens=TOKENS, rows=ROWS, rows_plus_1=ROWS + 1, layers=LAYERS, blocks=BLOCKS, window=WINDOW, width=WINDOW + 1,
     channels=3 * HEADS * DIM, heads=HEADS, groups=HEADS, key_heads=HEADS, value_heads=HEADS, kv_heads=1, head_dim=DIM,
     state_dim=DIM, key_dim=DIM, value_dim=DIM, pages=BLOCKS, page_size=PAGE, tables=ROWS, pages_per_row=2, shares=1,
-    splits=1, checkpoints=1, writes=WINDOW, wide=3 * HEADS * DIM, slots=ROWS, places=16,
+    splits=1, checkpoints=1, writes=WINDOW, wide=3 * HEADS * DIM, slots=ROWS, ring_slots=16,
 )  # fmt: skip
 NUMBERS = dict(
     query_start_loc=[0, 2, 5], read=[1, 2], window_read=[1, 2], write=[[3, 5, 0], [4, 0, 0]], num_computed_tokens=[0, 0],

@@ -33,7 +33,7 @@ class Call(NamedTuple):
     beta: jnp.ndarray
     chunks: Chunks
     options: dict
-    pieces: int
+    terms: int
     wanted: dict
 
 
@@ -50,7 +50,7 @@ def draw(rng, key_heads, value_heads, key_dim, use_qk_l2norm, *, kda=False):
     options = dict(scale=0.3, use_qk_l2norm=use_qk_l2norm)
     wanted = multiply(q, k, g, beta, chunks, **options, config=config, interpret=True)
     system = wanted.pop("system")
-    wanted["solve"] = invert(system, beta, chunks, dtype=BFLOAT16, pieces=config.pieces, interpret=True)
+    wanted["solve"] = invert(system, beta, chunks, dtype=BFLOAT16, terms=config.pieces, interpret=True)
     return Call(q, k, g, beta, chunks, options, config.pieces, wanted)
 
 
@@ -84,11 +84,11 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
     outputs = {name: memory(BFLOAT16, *call.wanted[name].shape) for name in ("solve", "attention")}
     outputs |= dict(scales=memory(FLOAT32, value_heads, call.chunks.seq_idx.shape[0], 4, SIZE))
     tokens = [memory(BFLOAT16, key_dim // SIZE, *SQUARE) for _ in range(2)]
-    place = SimpleNamespace(
+    own = SimpleNamespace(
         token_rows=tokens,
         token_tiles=tokens,
         system=memory(FLOAT32, 2, *SQUARE),
-        solution=memory(BFLOAT16, 2, call.pieces, *SQUARE),
+        solution=memory(BFLOAT16, 2, call.terms, *SQUARE),
         attention_tile=memory(BFLOAT16, 2, *SQUARE),
         per_row=memory(FLOAT32, 2, len(Factors()), SIZE),
         per_column=memory(FLOAT32, 2, 2, SIZE),
@@ -104,7 +104,7 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
             return
         refs = SimpleNamespace(**refs)
         gates = per_head.load_pair(refs, key_head, 0, bounds)
-        per_head.make_products(refs, place, chunk, key_head, bounds, gates, **call.options)
+        per_head.make_products(refs, own, chunk, key_head, bounds, gates, **call.options)
 
     given = dict(q=call.q, k=call.k, g=call.g, beta=call.beta)
     found = run(monkeypatch, per_head, call, key_heads, given, outputs, one)
@@ -112,7 +112,7 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
     scales, found["solve"] = np.moveaxis(found["scales"], 2, 0), total(found["solve"]).swapaxes(-1, -2)
     found |= dict(decay=scales[3, :, :, -1], scales=scales[:3] * np.array([-1, 1, 1], FLOAT32)[:, None, None, None])
     call.wanted["solve"] = total(call.wanted["solve"])
-    # Products of queries are rounded to bfloat16, and the two pieces of a solution have a relative error of 2^-16.
+    # Products of queries are rounded to bfloat16, and the two terms of a solution have a relative error of 2^-16.
     tolerances = dict.fromkeys(found, (2**-15, 2e-5)) | dict(attention=(2**-7, 2e-5))
     assert_alike(found, call, tolerances)
 

@@ -37,7 +37,7 @@ def gated_delta_rule_deferred(
     out = np.zeros((qkv.shape[0], *pool.shape[2:4]), qkv.dtype)
     starts, length = np.asarray(query_start_loc), ring_k.shape[3] // 2
     heads, (key_heads, key_dim) = pool.shape[2], (ring_k.shape[2], ring_k.shape[4])
-    vectors, places = sizes(max_query_tokens, length)
+    vectors, group_slots = sizes(max_query_tokens, length)
     row_bytes = 256 // pool.dtype.itemsize
     blocks = zip(*(map(int, each) for each in (slot, base, position, read_block, fold_block)), strict=True)
     for row, (own, before, first, read, fold_to) in enumerate(blocks):
@@ -57,25 +57,25 @@ def gated_delta_rule_deferred(
             )  # fmt: skip
             results = Results(
                 Ref(dirty_tiles(vectors, key_dim, row_bytes, qkv.dtype)),
-                Ref(np.full((2, vectors, places), np.nan, np.float32)),
-                Ref(np.full(Factors.of(vectors, places).size, np.nan, np.float32)),
-                Ref(dirty_tiles(places, key_dim, 2 * places, qkv.dtype)),
+                Ref(np.full((2, vectors, group_slots), np.nan, np.float32)),
+                Ref(np.full(Factors.of(vectors, group_slots).size, np.nan, np.float32)),
+                Ref(dirty_tiles(group_slots, key_dim, 2 * group_slots, qkv.dtype)),
                 row_bytes,
             )
             groups = [(boundary - length, before)] + [(boundary, boundary)] * bool(first + count > boundary)
-            for number, (start, low) in enumerate(groups):
+            for index, (start, low) in enumerate(groups):
                 group = Group(start, low, start % (2 * length), starts[row], count, first)
                 keeps_keys = np.bool_(head % (heads // key_heads) == 0)
-                compute(number, inputs, group, gate, results, np.bool_(folds), keeps_keys, np.bool_(True))
+                compute(index, inputs, group, gate, results, np.bool_(folds), keeps_keys, np.bool_(True))
             program = SimpleNamespace(
-                weight=wide(results.weight.array),
+                coefficients=wide(results.coefficients.array),
                 factors=wide(results.factors.array),
                 x=wide(plain(results.x.array)),
                 fold_k=wide(plain(results.fold.array)),
                 values=wide(qkv)[starts[row] : starts[row + 1], -heads * pool.shape[3] :],
                 ring=ring_u[layer, own, head],
                 out=out[starts[row] : starts[row + 1], head],
-                at=Factors.of(vectors, places),
+                at=Factors.of(vectors, group_slots),
                 position=first,
             )
             program.values = program.values[:, head * pool.shape[3] :][:, : pool.shape[3]]
@@ -87,7 +87,7 @@ def gated_delta_rule_deferred(
 
 
 def compute(*arguments):
-    """Runs `store_weights` in NumPy."""
+    """Runs `store_gram` in NumPy."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         threads = threads_in_numpy.Threads()
         threads_in_numpy.install(monkeypatch, threads, threads_in_numpy.fake(threads), (gram_sm90, _gate_code))
@@ -95,13 +95,13 @@ def compute(*arguments):
 
 
 def dirty_tiles(rows, columns, row_bytes, dtype):
-    """NaN in tiles of eight rows of so many bytes."""
+    """Returns NaN in tiles of eight rows of `row_bytes` bytes."""
     width = row_bytes // np.dtype(dtype).itemsize
     return np.full((rows // 8, columns // width, 8, width), np.nan, dtype)
 
 
 def plain(tiles):
-    """Returns a tiled array as rows. In row r of a tile, place p has the part p ^ (r * bytes of a row // 128)."""
+    """Returns a tiled array as rows. In row r of a tile, 16-byte group p is stored as p ^ (r * bytes of a row // 128)."""
     rows, columns, _, width = tiles.shape
     parts = width // 8
     cut = tiles.reshape(rows, columns, 8, parts, 8)
@@ -126,9 +126,9 @@ def run(program, state, base, boundary, dtype):
 
 
 def corrections(program, first, low):
-    """Returns a group's corrections [values, places] of the positions from `low` to the row's first one, and 0 elsewhere."""
-    length, places = len(program.ring) // 2, program.weight.shape[2]
-    u = np.zeros((program.ring.shape[1], places))
+    """Returns a group's corrections [values, group_slots] from position `low` to the row's first one, and 0 elsewhere."""
+    length, group_slots = len(program.ring) // 2, program.coefficients.shape[2]
+    u = np.zeros((program.ring.shape[1], group_slots))
     for at in range(max(low, first), min(program.position, first + length)):
         u[:, at - first] = wide(program.ring[at % (2 * length)])
     return u
@@ -141,7 +141,7 @@ def run_tokens(program, group, first, state, u):
     from_state = (state @ program.x.T) * of_state
 
     def of_vector(index):
-        return from_state[:, index] + u @ program.weight[group, index]
+        return from_state[:, index] + u @ program.coefficients[group, index]
 
     for token, at in zip(range(len(program.values)), itertools.count(program.position), strict=False):
         if first <= at < first + length:

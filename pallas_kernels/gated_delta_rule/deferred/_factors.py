@@ -1,4 +1,4 @@
-"""The sizes of what the values of deferred states are multiplied by, and the order of its factors."""
+"""The tile sizes of deferred states' kernels, and the layout of the array of their factors."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,10 @@ from pallas_kernels._tiles import BLOCK
 
 
 def sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
-    """Returns the number of vectors and of places in tiles, for groups of `length` tokens.
+    """Return the number of vectors and of a group's slots in tiles, for groups of `length` tokens.
 
-    Half of the vectors are keys, the others are queries. Their number does not follow the number of tokens up to eight, so
-    that decode and verify rows run the same instructions.
+    Half of the vectors are keys, the others are queries. Up to eight tokens have the same number of vectors, so that decode
+    and verify rows run the same instructions.
     """
     return max(2 * power_of_two(max_query_tokens), BLOCK), max(power_of_two(length), BLOCK)
 
@@ -20,9 +20,9 @@ class Factors(NamedTuple):
 
     Attributes:
         of_state: The factors of the state, [groups, vectors].
-        of_key: For keys those of the token's own correction, [groups, vectors].
-        fold: Those of the corrections in a fold of group 0, [places].
-        decay: That of the state in this fold.
+        of_key: For keys the factors of the token's own correction, [groups, vectors].
+        fold: The factors of the corrections in a fold of group 0, [group_slots].
+        decay: The factor of the state in this fold.
         size: The length of the array, a multiple of 16 bytes.
     """
 
@@ -33,6 +33,6 @@ class Factors(NamedTuple):
     size: int
 
     @staticmethod
-    def of(vectors: int, places: int) -> "Factors":
-        """The factors of so many vectors and places."""
-        return Factors(0, 2 * vectors, 4 * vectors, 4 * vectors + places, 4 * vectors + places + 4)
+    def of(vectors: int, group_slots: int) -> "Factors":
+        """The layout for `sizes` of tiles."""
+        return Factors(0, 2 * vectors, 4 * vectors, 4 * vectors + group_slots, 4 * vectors + group_slots + 4)

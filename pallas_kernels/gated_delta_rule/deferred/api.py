@@ -35,19 +35,19 @@ def gated_delta_rule_deferred(
     use_qk_l2norm: bool = True,
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool, DeltaRuleEntries]:
-    """Runs the gated delta rule over decode and verify rows, and writes a state only where a group of tokens ends.
+    """Run the gated delta rule over decode and verify rows, and write a state only where a group of tokens ends.
 
     It computes what `gated_delta_rule_update` computes, which has the equations, with a decay per head. Instead of a
-    state after each token it keeps an entry for each token in a ring. Positions are cut into groups of L = places //
-    2 tokens, at the multiples of L. With the raw key k, its factor n = 1 / sqrt(sum(k^2) + 1e-6) and the correction c
+    state after each token it keeps an entry for each token in a ring. Positions are cut into groups of L = ring_slots
+    // 2 tokens, at the multiples of L. With the raw key k, its factor n = 1 / sqrt(sum(k^2) + 1e-6) and the correction c
     = beta * (v - S (n k)), an entry is (k, u, g) where u = n c::
 
         S[p] = exp(g[base] + .. + g[p - 1]) S[base]
              + the sum over base <= i < p of exp(g[i + 1] + .. + g[p - 1]) u[i] k[i]^T
 
     A row has its state S at position `fold.base` in `read`, and the entries of the positions from base to position - 1
-    in the ring of its slot, position i at place i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The row
-    adds the entries of its own tokens and then
+    in the ring of its slot, position i in ring slot i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The
+    row adds the entries of its own tokens and then
 
     - if position >= E, it folds the group: S at position E is written to `fold.block` and used by the row's tokens. The
       caller's next `base` is E.
@@ -60,10 +60,10 @@ def gated_delta_rule_deferred(
     without tokens take no part.
 
     Numerics: sums are float32. A state is rounded to the pool's dtype by a fold, and u to the ring's dtype before it is
-    used. Every sum over a group has the order of the group's places. So a state at a multiple of L and the output of an
+    used. Every sum over a group has the order of the group's positions. So a state at a multiple of L and the output of an
     accepted token depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how
     many came with a call, what other rows are, or which drafts were rejected, as long as those are finite. The kernels
-    multiply on tensor cores, bfloat16 values as they are and float32 values in pieces of bfloat16: three for a float32
+    multiply on tensor cores, bfloat16 values as they are and float32 values in bfloat16 terms: three for a float32
     pool (a relative error of 2^-24), two otherwise, or as many as the configuration of "triton" says. No exponent of a decay
     is positive.
 
@@ -96,12 +96,12 @@ def gated_delta_rule_deferred(
 
     Raises:
         ValueError: if a shape or dtype breaks the contract, if the rows lack a field, or if 2 * max_query_tokens - 2 is not
-            less than L: a row would then write places that it reads.
+            less than L: a row would then write ring slots that it reads.
         UnsupportedError: if `run` names "mosaic_gpu" and the kernel cannot run these arguments.
     """
     name = "gated_delta_rule_deferred"
     value_heads, value_dim, key_dim = pool.shape[2:]
-    key_heads, places = ring.k.shape[2:4]
+    key_heads, ring_slots = ring.k.shape[2:4]
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     require(
         key_heads > 0 and value_heads % key_heads == 0,
@@ -114,7 +114,7 @@ def gated_delta_rule_deferred(
     require(ring.k.dtype == qkv.dtype, f"{name}: ring.k must have qkv's dtype {qkv.dtype}, got {ring.k.dtype}")
     require(ring.k.shape[1] > 0, f"{name}: ring.k must have at least one slot, got {list(ring.k.shape)}")
     rows, run = rows.having(name, *_FIELDS), run.checked(name, DeferredConfig)
-    check_ring(name, "ring.k", places, rows.max_query_tokens)
+    check_ring(name, "ring.k", ring_slots, rows.max_query_tokens)
     gates.checked(name)
     if rows.num_rows == 0:
         return jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype), pool, ring
@@ -140,7 +140,7 @@ def _deferred(operands, gates, scale, use_qk_l2norm, run):
 
 
 def _mosaic_gpu(operands, options, run):
-    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(run):
         return reason
     from pallas_kernels.gated_delta_rule.deferred import sm90

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Case:
     """One call of the op: the lengths of its rows, the tokens of a group, and the sizes and dtypes of one layer.
 
-    `ring_dtype` is that of the corrections.
+    `ring_dtype` is the dtype of the corrections.
     """
 
     name: str
@@ -28,12 +28,12 @@ class Case:
 
     def pool_shapes(self, layers: int, blocks: int, slots: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """The shapes and dtypes of the pool and the ring, by the names of the op's arguments."""
-        places = 2 * self.group
+        ring_slots = 2 * self.group
         return dict(
             pool=((layers, blocks, self.value_heads, self.value_dim, self.key_dim), self.state_dtype),
-            ring_k=((layers, slots, self.key_heads, places, self.key_dim), self.dtype),
-            ring_u=((layers, slots, self.value_heads, places, self.value_dim), self.ring_dtype),
-            ring_g=((layers, slots, self.value_heads, places), "float32"),
+            ring_k=((layers, slots, self.key_heads, ring_slots, self.key_dim), self.dtype),
+            ring_u=((layers, slots, self.value_heads, ring_slots, self.value_dim), self.ring_dtype),
+            ring_g=((layers, slots, self.value_heads, ring_slots), "float32"),
         )
 
 

@@ -15,8 +15,8 @@ class DeferredConfig:
             tiles of values, which it runs one after the other.
         tile_key: The number of keys per tile of a state, at least 16. A program has all keys of its values.
         num_warps: The number of warps per program.
-        pieces: The number of bfloat16 pieces into which float32 values are split for products. The relative error is
-            2^-8 with one piece, 2^-16 with two and 2^-24 with three.
+        pieces: The number of bfloat16 terms into which float32 values are split for products. The relative error is
+            2^-8 with one term, 2^-16 with two and 2^-24 with three.
         values_first: Whether the product with the state is computed as [values, vectors] and not as [vectors, values].
             With four warps and 64 values, [values, vectors] uses the tensor cores' wider instruction.
     """
@@ -39,7 +39,7 @@ class DeferredConfig:
 
 
 def default_config(rows: int, itemsize: int) -> DeferredConfig:
-    """Returns the configuration for a batch of `rows` rows and states of `itemsize` bytes.
+    """Return the configuration for a batch of `rows` rows and states of `itemsize` bytes.
 
     With few rows, a program has one tile, so that there are more programs. All else depends on the state's dtype alone,
     because it determines the order of sums.

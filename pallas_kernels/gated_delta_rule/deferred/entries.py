@@ -13,7 +13,7 @@ from pallas_kernels._check import Arguments
 class DeltaRuleEntries(Arguments):
     """The rings of all layers and slots. They are updated in place if the enclosing jit donates them, and copied otherwise.
 
-    What of a ring holds no entry of its slot's row may hold anything.
+    A ring slot without an entry of its row is undefined.
 
     Attributes:
         k: Raw keys of the entries, in the dtype of the op's inputs.
@@ -21,6 +21,6 @@ class DeltaRuleEntries(Arguments):
         g: Log decays of the entries.
     """
 
-    k: Float[Array, "layers slots key_heads places key_dim"]
-    u: Float[Array, "layers slots value_heads places value_dim"]
-    g: Float32[Array, "layers slots value_heads places"]
+    k: Float[Array, "layers slots key_heads ring_slots key_dim"]
+    u: Float[Array, "layers slots value_heads ring_slots value_dim"]
+    g: Float32[Array, "layers slots value_heads ring_slots"]

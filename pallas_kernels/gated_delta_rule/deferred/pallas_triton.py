@@ -1,9 +1,9 @@
 """Deferred states as a Pallas kernel.
 
-A program has some value dims of one head of one row, in tiles, and all keys of them. The vectors of a
-row's tokens, keys first and then queries, are the rows of one tile. One product takes them all to a tile of the state, and
-one to the keys of the group. What is left for each token is one sum over the group's corrections. What does not depend on
-values is computed once for all tiles of a program.
+A program has some value dims of one head of one row, in tiles, and all keys of them. The vectors of a row's tokens, keys
+first and then queries, are the rows of one tile. One product multiplies them all by a tile of the state, and one by the keys
+of the group. Each token then needs one sum over the group's corrections. Coefficients that do not depend on values are
+computed once for all tiles of a program.
 """
 
 import functools
@@ -30,10 +30,10 @@ class _Group(NamedTuple):
     """A group's entries of accepted tokens and of this call's, without corrections. Everything else is 0.
 
     Attributes:
-        k: Raw keys, a tile [places, keys] for each tile of keys.
-        g: Log decays, [places].
-        new: Which places belong to tokens of this call, [places].
-        at: The indices of the places in the ring, [places].
+        k: Raw keys, a tile [group_slots, keys] for each tile of keys.
+        g: Log decays, [group_slots].
+        new: Which slots belong to tokens of this call, [group_slots].
+        at: The slots' indices in the ring, [group_slots].
     """
 
     k: list[jax.Array]
@@ -43,7 +43,7 @@ class _Group(NamedTuple):
 
 
 def _row(tile: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns row `index` of a tile."""
+    """Return row `index` of a tile."""
     return jnp.sum(jnp.where(iota(tile.shape, 0) == index, tile, 0.0), axis=0)
 
 
@@ -57,21 +57,21 @@ def _kernel(
     use_qk_l2norm: bool,
     interpret: bool,
 ) -> None:
-    """Handles one row, value head and block of value dims.
+    """Handle one row, value head and block of value dims.
 
     Args:
         refs: Reads the arguments of `gated_delta_rule_deferred`, updates `pool`, `ring_k`, `ring_u` and `ring_g`, and
             writes `out`.
         max_query_tokens: The largest number of tokens of a row.
         config: The launch configuration.
-        gates: How log decays and strengths are computed.
+        gates: Which gates the model has.
         scale: Factor of the queries.
         use_qk_l2norm: Whether queries and keys are normalised.
         interpret: Whether the kernel runs as plain JAX.
     """
     tokens, rows, value_heads = refs.qkv.shape[0], refs.slot.shape[0], refs.A_log.shape[0]
-    key_heads, places, key_dim = refs.ring_k.shape[2:]
-    length, repeats, key_channels = places // 2, value_heads // key_heads, key_heads * key_dim
+    key_heads, ring_slots, key_dim = refs.ring_k.shape[2:]
+    length, repeats, key_channels = ring_slots // 2, value_heads // key_heads, key_heads * key_dim
     value_dim = (refs.qkv.shape[1] - 2 * key_channels) // value_heads
     value_block, head, row = pt.program_id(0), pt.program_id(1), pt.program_id(2)
     key_head = jax.lax.div(head, jnp.int32(repeats))
@@ -84,33 +84,33 @@ def _kernel(
     count = end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
-    vectors, group_places = sizes(max_query_tokens, length)
-    index, vector, half = iota((group_places,), 0), iota((vectors,), 0), vectors // 2
+    vectors, group_slots = sizes(max_query_tokens, length)
+    index, vector, half = iota((group_slots,), 0), iota((vectors,), 0), vectors // 2
     is_key, offset = vector < half, vector & (half - 1)
     size = min(config.tile_key, key_lanes(key_dim))
     keys = [pt.lanes(n, size, key_dim) for n in range(-(-key_dim // size))]
     tiles = config.block_value // config.tile_value
     product = functools.partial(dot, interpret=interpret)
-    narrow = 2 if refs.qkv.dtype.itemsize == 2 else 3  # pieces of what only outputs depend on
+    narrow = 2 if refs.qkv.dtype.itemsize == 2 else 3  # bfloat16 terms of operands that only outputs depend on
 
-    def place_of(position: jax.Array) -> jax.Array:
-        return jax.lax.rem(position, jnp.int32(places))
+    def ring_slot(position: jax.Array) -> jax.Array:
+        return jax.lax.rem(position, jnp.int32(ring_slots))
 
     def values(tile: jax.Array) -> Lanes:
         return pt.lanes(value_block * tiles + tile, config.tile_value, value_dim)
 
     def states_at(block: jax.Array, value: Lanes):
-        """Yields a block's state for some values, by tiles of keys, and which of its elements exist."""
+        """Yield a block's state for some values, by tiles of keys, and which of its elements exist."""
         for key, inside in keys:
             mask = value[1][:, None] & inside[None, :] & (block != NULL_BLOCK)
             yield refs.pool.at[layer, block, head, value[0][:, None], key[None, :]], mask
 
     def load_group(first: jax.Array, low: jax.Array) -> _Group:
-        """Loads what the group that starts at position `first` has from position `low` on."""
+        """Load the entries from position `low` on of the group that starts at position `first`."""
         of = first + index
         inside = (index < length) & (of >= low)
         old, new = inside & (of < position), inside & (of >= position) & (of < position + count)
-        at, token = place_of(first) + index, start + of - position
+        at, token = ring_slot(first) + index, start + of - position
         k = []
         for key, exists in keys:
             ring_at = refs.ring_k.at[layer, slot, key_head, at[:, None], key[None, :]]
@@ -124,39 +124,39 @@ def _kernel(
         return _Group(k, g, new, at)
 
     def corrections_at(first: jax.Array, low: jax.Array, high: jax.Array, value: Lanes):
-        """Returns the corrections [places, values] of the positions low .. high - 1 of the group that starts at `first`."""
+        """Return the corrections [group_slots, values] at positions low .. high - 1 of the group that starts at `first`."""
         of = first + index
         inside = ((index < length) & (of >= low) & (of < high))[:, None] & value[1][None, :]
-        return refs.ring_u.at[layer, slot, head, (place_of(first) + index)[:, None], value[0][None, :]], inside
+        return refs.ring_u.at[layer, slot, head, (ring_slot(first) + index)[:, None], value[0][None, :]], inside
 
     def fold(states: list[jax.Array], value: Lanes) -> list[jax.Array]:
-        """Returns the state at the end of the first group, and keeps it if all of the group is accepted."""
+        """Return the state at the end of the first group, and keep it if all of the group is accepted."""
         group = load_group(first_group, base)
         at, mask = corrections_at(first_group, base, position + count, value)
         later = index[None, :] > index[:, None]
-        weight = jnp.exp(jnp.sum(jnp.where(later, group.g[None, :], 0.0), axis=1))
-        weighted = weight[:, None] * pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
-        weighted, decay = operand(weighted, config.pieces), jnp.exp(jnp.sum(group.g))
+        decays = jnp.exp(jnp.sum(jnp.where(later, group.g[None, :], 0.0), axis=1))
+        decayed = decays[:, None] * pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+        decayed, decay = operand(decayed, config.pieces), jnp.exp(jnp.sum(group.g))
         folded = []
         for state, k, (at, mask) in zip(states, group.k, states_at(fold_to, value), strict=True):
-            added = product(weighted, operand(k), contract=(0, 0))
+            added = product(decayed, operand(k), contract=(0, 0))
             folded.append((decay * state.astype(jnp.float32) + added).astype(state.dtype))
             pt.store(at, folded[-1], mask=mask & (position >= boundary))
         return folded
 
     def multiply(x: list[jax.Array], states: list[jax.Array]) -> jax.Array:
-        """Multiplies the vectors x with the state. Returns [vectors, values]."""
+        """Multiply the vectors x with the state. Return [vectors, values]."""
         total = None
         for vectors, state in zip(x, states, strict=True):
             vectors, state = operand(vectors), operand(state, config.pieces)
             left, right = (state, vectors) if config.values_first else (vectors, state)
-            part = product(left, right, contract=(1, 1))
-            total = part if total is None else total + part
+            partial = product(left, right, contract=(1, 1))
+            total = partial if total is None else total + partial
         assert total is not None
         return total.T if config.values_first else total
 
     def store_entries(group: _Group) -> None:
-        """Stores keys and log decays of this call's tokens, each of them by one program."""
+        """Store the keys and log decays of this call's tokens, each by one program."""
         first_program = value_block == 0
         pt.store(refs.ring_g.at[layer, slot, head, group.at], group.g, mask=group.new & first_program)
         stores = group.new & first_program & (head == key_head * repeats)
@@ -164,20 +164,20 @@ def _kernel(
             at = refs.ring_k.at[layer, slot, key_head, group.at[:, None], key[None, :]]
             pt.store(at, k, mask=stores[:, None] & inside[None, :])
 
-    def weights(
-        x: list[jax.Array], group: _Group, inside: jax.Array, token: jax.Array, place: jax.Array
+    def coefficients(
+        x: list[jax.Array], group: _Group, inside: jax.Array, token: jax.Array, slot: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes what the corrections and the state at base count for each vector, and stores the group's new entries.
+        """Compute each vector's coefficients of the corrections and of the state at base, and store the new entries.
 
         Args:
             x: The vectors, by tiles of keys.
             group: The entries of the vectors' group.
             inside: Which vectors exist, [vectors].
             token: Their tokens.
-            place: The places of their tokens in the group.
+            slot: The slots of their tokens in the group.
 
         Returns:
-            The factors of the corrections [vectors, places], of the state, and, for keys, of the token's own correction.
+            The factors of the corrections [vectors, group_slots], of the state, and, for keys, of their own correction.
         """
         store_entries(group)
         factor = jnp.where(is_key, 1.0, scale)
@@ -186,29 +186,29 @@ def _kernel(
             factor = factor * jax.lax.rsqrt(sum(squares[1:], squares[0]) + L2_EPSILON)
         b = pt.load(refs.b.at[token, head], mask=inside, other=0.0)
         beta = gates.compute(b, b, A_log, dt_bias)[1]
-        # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
-        until = index[None, :] <= place[:, None]
+        # A sum of log decays is a product with zeros and ones, which three bfloat16 terms make exact but for the sum itself.
+        until = index[None, :] <= slot[:, None]
         later = jnp.where(index[None, :] > index[:, None], group.g[None, :], 0.0)
         between = product(until.astype(jnp.bfloat16), operand(later), contract=(1, 1))
         of_state = jnp.exp(jnp.sum(jnp.where(until, group.g[None, :], 0.0), axis=1)) * factor
-        # A key sees the places before its own, and a query sees its token's place too.
-        seen = index[None, :] < jnp.where(is_key, place, place + 1)[:, None]
+        # A key sees the slots before its own, and a query sees its token's slot too.
+        seen = index[None, :] < jnp.where(is_key, slot, slot + 1)[:, None]
         products = [product(operand(a), operand(b), contract=(1, 1)) for a, b in zip(x, group.k, strict=True)]
-        weight = jnp.where(seen, sum(products[1:], products[0]) * jnp.exp(between), 0.0) * factor[:, None]
-        return weight, of_state, jnp.where(is_key, beta * factor, 0.0)
+        of_corrections = jnp.where(seen, sum(products[1:], products[0]) * jnp.exp(between), 0.0) * factor[:, None]
+        return of_corrections, of_state, jnp.where(is_key, beta * factor, 0.0)
 
     def stage(n: jax.Array, nothing: None) -> None:
-        """Runs the tokens in the first group (n = 0), or folds that group and runs the tokens in the next one (n = 1)."""
+        """Run the tokens in the first group (n = 0), or fold that group and run the tokens in the next one (n = 1)."""
         if not interpret:
             pt.barrier()  # A fold reads the corrections that the stage before it has written.
         folds = n == 1
         first = first_group + n * length
         low = jnp.where(folds, first, base)
         inside = (offset < count) & (position + offset >= low) & (position + offset < first + length)
-        token, place = start + offset, position + offset - first
+        token, in_group = start + offset, position + offset - first
 
         def load_values(tile):
-            """Loads a tile's part of the state, and its values [vectors, values] and corrections of earlier calls."""
+            """Load a tile of the state, its values [vectors, values], and its corrections of earlier calls."""
             value = values(jnp.minimum(tile, tiles - 1))
             exists = value[1] & (tile < tiles)
             value = value[0], exists
@@ -228,9 +228,9 @@ def _kernel(
             )
             for key, exists in keys
         ]
-        weight, of_state, of_key = weights(x, load_group(first, low), inside, token, place)
+        of_corrections, of_state, of_key = coefficients(x, load_group(first, low), inside, token, in_group)
         of_state, of_key = of_state[:, None], of_key[:, None]
-        of_u, of_out = -of_key * weight, operand(weight, narrow)
+        of_u, of_out = -of_key * of_corrections, operand(of_corrections, narrow)
 
         def run_tile(tile, ahead):
             states, v, u = ahead
@@ -242,7 +242,7 @@ def _kernel(
             own = of_key * (v.astype(jnp.float32) - from_state)
 
             def correct(n, u):
-                """Adds the correction of token n."""
+                """Add the correction of token n."""
                 new = _row(own, n) + jnp.sum(_row(of_u, n)[:, None] * u, axis=0)
                 new = new.astype(refs.ring_u.dtype).astype(jnp.float32)
                 return jnp.where((index == position + n - first)[:, None], new[None, :], u)
@@ -267,13 +267,13 @@ def _kernel(
         jax.lax.fori_loop(stages[0], stages[1] + 1, stage, None)
 
     def clear(n: jax.Array, _: None) -> None:
-        """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
+        """Write zeros to the n-th padding token that this row clears."""
         value, inside = pt.lanes(value_block, config.block_value, value_dim)
         zeros = jnp.zeros(value.shape, refs.out.dtype)
         pt.store(refs.out.at[total + row + n * rows, head, value], zeros, mask=inside)
 
-    shares = jnp.maximum(tokens - total - row + rows - 1, 0)
-    jax.lax.fori_loop(0, jax.lax.div(shares, jnp.int32(rows)), clear, None)
+    padding = jnp.maximum(tokens - total - row + rows - 1, 0)
+    jax.lax.fori_loop(0, jax.lax.div(padding, jnp.int32(rows)), clear, None)
 
 
 def gated_delta_rule_deferred(
@@ -289,7 +289,7 @@ def gated_delta_rule_deferred(
     run: Run,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array, DeltaRuleEntries]:
-    """Launches the kernel. See api.py."""
+    """Launch the kernel. See api.py."""
     value_heads, value_dim = pool.shape[2:4]
     config = run.config or default_config(rows.num_rows, pool.dtype.itemsize)
     inputs = dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_block=rows.read, fold_block=rows.fold.block)

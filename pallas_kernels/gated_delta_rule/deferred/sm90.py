@@ -1,7 +1,7 @@
 """Deferred states on Hopper GPUs. A CTA has 64 value dims of one head of one row, and all keys of them.
 
 The state is in registers, in bfloat16 terms, and is the left operand of the product with the row's vectors. A fold has the
-same layout, so no number moves to another thread between GMEM and the product. While the state is copied, single threads
+same layout, so no element moves to another thread between GMEM and the product. While the state is copied, single threads
 compute the coefficients that need no values (gram_sm90.py). Several CTAs share an SM and hide each other's latency.
 """
 
@@ -21,12 +21,12 @@ from pallas_kernels.gated_delta_rule.gates import Gates
 from pallas_kernels.rows import Rows
 
 _VALUES = 64  # value dims of a CTA: the rows of a product on tensor cores
-_LENGTHS = (16, 32)  # of groups: the widths of tiles of corrections
+_LENGTHS = (16, 32)  # lengths of groups: the widths of tiles of corrections
 _TOGETHER = 8  # corrections that are copied together, if any of them is needed
 
 
 def unsupported(qkv: jax.Array, a: jax.Array, pool: jax.Array, ring_u: jax.Array) -> str | None:
-    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    """Return the reason why the kernel cannot run these arguments, or None if it can."""
     value_dim, key_dim = pool.shape[3:]
     length = ring_u.shape[3] // 2
     if qkv.dtype != jnp.bfloat16:
@@ -61,7 +61,7 @@ def _kernel(
     u_tiles,
     fold_tile,
     v_tile,
-    weight_tile,
+    coefficient_tile,
     factor_tile,
     loaded,
     state_loaded,
@@ -70,41 +70,41 @@ def _kernel(
     count: int,
     gate: Gate,
 ):
-    """Handles one row, one value head, and 64 of its value dims.
+    """Handle one row, one value head, and 64 of its value dims.
 
-    The arguments up to `out` are the arrays of `gated_delta_rule_deferred`. Those named "tile" are SMEM: the state
-    [values, keys], the vectors [vectors, keys], the corrections of both groups [groups, places, values], the keys of the
-    fold [places, keys], the tokens' values [tokens, values], the coefficients [groups, vectors, places], and the
-    factors. Barriers complete when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values are
-    multiplied in `count` bfloat16 terms.
+    The arguments up to `out` are the arrays of `gated_delta_rule_deferred`. The arguments named "tile" are SMEM: the state
+    [values, keys], the vectors [vectors, keys], the corrections of both groups [groups, group_slots, values], the keys of
+    the fold [group_slots, keys], the tokens' values [tokens, values], the coefficients [groups, vectors, group_slots], and
+    the factors. Barriers complete when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values
+    are multiplied in `count` bfloat16 terms.
     """
-    row, head, part = (hp.axis_index(axis) for axis in ("row", "head", "part"))
+    row, head, value_tile = (hp.axis_index(axis) for axis in ("row", "head", "value_tile"))
     rows, (value_dim, key_dim), length = slots.shape[0], pool.shape[3:], ring_u.shape[3] // 2
     value_heads, key_heads = pool.shape[2], ring_k.shape[2]
-    vectors, places = x_tile.shape[0], fold_tile.shape[0]
-    at = Factors.of(vectors, places)
+    vectors, group_slots = x_tile.shape[0], fold_tile.shape[0]
+    at = Factors.of(vectors, group_slots)
     tile = hp.SWIZZLE // pool.dtype.itemsize  # keys in a step of a product
     tiles = [hp.ds(first, tile) for first in range(0, key_dim, tile)]
     start, end, total = query_start_loc[row], query_start_loc[row + 1], query_start_loc[rows]
     layer, slot, base, position = layer_of[0], slots[row], bases[row], positions[row]
     read, fold_to = read_blocks[row], fold_blocks[row]
-    # All numbers are loaded at once. The compiler would load some of them only when it knows others.
+    # All indices are loaded at once. The compiler would load some of them only when it knows others.
     start, end, total, layer, slot, base, position, read, fold_to = hp.optimization_barrier(
         (start, end, total, layer, slot, base, position, read, fold_to)
     )
     tokens = end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
-    dims = hp.ds(part * _VALUES, _VALUES)
+    dims = hp.ds(value_tile * _VALUES, _VALUES)
     key_head, key_channels = jax.lax.div(head, jnp.int32(value_heads // key_heads)), key_heads * key_dim
     folds = jnp.maximum(position, position + tokens - 1) >= boundary
-    place, vector = hp.columns((_VALUES, places)), hp.columns((_VALUES, vectors))
+    index, vector = hp.columns((_VALUES, group_slots)), hp.columns((_VALUES, vectors))
 
-    def place_of(position):
+    def ring_slot(position):
         return jax.lax.rem(position, jnp.int32(2 * length))
 
     def fetch():
-        """Starts the copies to SMEM."""
+        """Start the copies to SMEM."""
 
         @hp.when(read != NULL_BLOCK)
         def _():
@@ -119,45 +119,45 @@ def _kernel(
             for n in range(len(tiles)):
                 hp.barrier_arrive(state_loaded.at[n])
 
-        channel = 2 * key_channels + head * value_dim + part * _VALUES
-        # The copy has a fixed size. What it brings from after the row's end is not used.
+        channel = 2 * key_channels + head * value_dim + value_tile * _VALUES
+        # The copy has a fixed size. Tokens after the row's end that it brings are not used.
         hp.copy_gmem_to_smem(qkv.at[hp.ds(start, vectors // 2), hp.ds(channel, _VALUES)], v_tile, loaded)
         for n, first in enumerate((first_group, boundary)):
-            for place in range(0, length, _TOGETHER):
-                fetch_corrections(n, first, place)
+            for first_slot in range(0, length, _TOGETHER):
+                fetch_corrections(n, first, first_slot)
 
-    def fetch_corrections(n, first, place):
-        """Starts the copy of some of a group's corrections, if any of their slots has an entry."""
-        some = hp.ds(place, _TOGETHER)
-        entries = hp.ds(place_of(first) + place, _TOGETHER)
-        is_needed = first + place < position
+    def fetch_corrections(n, first, first_slot):
+        """Start the copy of some of a group's corrections, if any of their slots has an entry."""
+        some = hp.ds(first_slot, _TOGETHER)
+        entries = hp.ds(ring_slot(first) + first_slot, _TOGETHER)
+        is_needed = first + first_slot < position
         hp.when(is_needed)(
             lambda: hp.copy_gmem_to_smem(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n, some], loaded)
         )
         hp.when(jnp.logical_not(is_needed))(lambda: hp.barrier_arrive(loaded))
 
-    def compute_weights(n, first, low):
-        """Computes the coefficients of a group."""
+    def compute_coefficients(n, first, low):
+        """Compute the coefficients of a group."""
         here = hp.ds(head, 1)
         queries, keys = (qkv.at[:, hp.ds(channel + key_head * key_dim, key_dim)] for channel in (0, key_channels))
         inputs = Inputs(
             queries, keys, a.at[:, head], b.at[:, head], A_log.at[here], dt_bias.at[here], ring_k.at[layer, slot, key_head],
             ring_g.at[layer, slot, head],
         )  # fmt: skip
-        group = Group(first, low, place_of(first), start, tokens, position)
-        is_first = part == 0
+        group = Group(first, low, ring_slot(first), start, tokens, position)
+        is_first = value_tile == 0
         keeps_keys = is_first & (jax.lax.rem(head, jnp.int32(value_heads // key_heads)) == 0)
-        results = Results(x_tile, weight_tile, factor_tile, fold_tile, 2 * hp.SWIZZLE // pool.dtype.itemsize)
+        results = Results(x_tile, coefficient_tile, factor_tile, fold_tile, 2 * hp.SWIZZLE // pool.dtype.itemsize)
         store_gram(n, inputs, group, gate, results, folds, keeps_keys, is_first)
 
     def operands(state):
-        """Returns a state's bfloat16 terms, lo first, so that larger products do not round them away."""
+        """Return a state's bfloat16 terms, lo first, so that larger products do not round them away."""
         if state.dtype == jnp.bfloat16:
             return [state]
         return pieces(state.astype(jnp.float32), count)[::-1]
 
     def times_vectors(is_on_its_way):
-        """Multiplies the state, which may be on its way still, with the row's vectors. Returns [values, vectors]."""
+        """Multiply the state, which may be on its way still, with the row's vectors. Return [values, vectors]."""
 
         def step(n, keys):
             if is_on_its_way:
@@ -168,45 +168,45 @@ def _kernel(
         return hp.multiply((_VALUES, vectors), steps)
 
     def corrections(n, first, low, high):
-        """Returns the corrections [values, places] of the positions low .. high - 1 of a group, and 0 elsewhere."""
+        """Return the corrections [values, group_slots] at positions low .. high - 1 of a group, and 0 elsewhere."""
         u = hp.load_transposed(u_tiles.at[n]).astype(jnp.float32)
-        return jnp.where((first + place >= low) & (first + place < high), u, 0.0)
+        return jnp.where((first + index >= low) & (first + index < high), u, 0.0)
 
     def run_tokens(n, first, u):
-        """Runs the tokens in the group that starts at `first`. Returns the group's corrections."""
+        """Run the tokens in the group that starts at `first`. Return the group's corrections."""
         of_state = factor_tile.at[hp.ds(at.of_state + n * vectors, vectors)]
         of_state = hp.along_columns(hp.load_per_column(of_state), _VALUES)
         from_state = of_state * times_vectors(is_on_its_way=n == 0)
 
-        def of_vector(index):
-            """Returns what the state and the corrections give for a vector, [values]."""
-            own = jnp.sum(jnp.where(vector == index, from_state, 0.0), axis=1)
-            weights = hp.along_columns(hp.load_per_column(weight_tile.at[n, index]), _VALUES)
-            return own + jnp.sum(u * weights, axis=1)
+        def of_vector(vector_index):
+            """Return the product of the state with a vector, plus the corrections times their coefficients, [values]."""
+            own = jnp.sum(jnp.where(vector == vector_index, from_state, 0.0), axis=1)
+            of_u = hp.along_columns(hp.load_per_column(coefficient_tile.at[n, vector_index]), _VALUES)
+            return own + jnp.sum(u * of_u, axis=1)
 
-        def place_and_lives(token):
+        def index_and_lives(token):
             here = position + token - first
             return here, (token < tokens) & (here >= 0) & (here < length)
 
         for token in range(max_query_tokens):
-            here, lives = place_and_lives(token)
+            here, lives = index_and_lives(token)
             v = hp.load_per_row(v_tile.at[token]).astype(jnp.float32)
             new = (factor_tile[at.of_key + n * vectors + token] * (v - of_vector(token))).astype(ring_u.dtype)
-            u = jnp.where(place == jnp.where(lives, here, -1), hp.along_rows(new.astype(jnp.float32), places), u)
+            u = jnp.where(index == jnp.where(lives, here, -1), hp.along_rows(new.astype(jnp.float32), group_slots), u)
             answer = of_vector(vectors // 2 + token).astype(out.dtype)
 
             @hp.when(lives)
             def _(here=here, token=token, new=new, answer=answer):
-                hp.store_gmem(ring_u.at[layer, slot, head, place_of(first) + here, dims], new)
+                hp.store_gmem(ring_u.at[layer, slot, head, ring_slot(first) + here, dims], new)
                 hp.store_gmem(out.at[start + token, head, dims], answer)
 
         return u
 
     def fold(u):
-        """Replaces the state in SMEM by the one at the end of the first group."""
-        weight = factor_tile.at[hp.ds(at.fold, places)]
-        weighted = u * hp.along_columns(hp.load_per_column(weight), _VALUES)
-        left, decay = pieces(weighted, count)[::-1], factor_tile[at.decay]
+        """Replace the state in SMEM by the one at the end of the first group."""
+        decays = factor_tile.at[hp.ds(at.fold, group_slots)]
+        decayed = u * hp.along_columns(hp.load_per_column(decays), _VALUES)
+        left, decay = pieces(decayed, count)[::-1], factor_tile[at.decay]
         for n, keys in enumerate(tiles):
             added = hp.multiply((_VALUES, tile), [lambda keys=keys: (left, fold_tile.at[:, keys])])
             state_tiles[n] = (decay * hp.load_tile(state_tiles.at[n]).astype(jnp.float32) + added).astype(pool.dtype)
@@ -215,10 +215,10 @@ def _kernel(
     @hp.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
     def _():
         fetch()
-        compute_weights(0, first_group, base)
-        # The next group's weights are computed now, too, because nothing else runs while the state is on its way.
+        compute_coefficients(0, first_group, base)
+        # The next group's coefficients are computed now, too, because nothing else runs while the state is on its way.
         reaches_next = position + tokens > boundary
-        hp.when(reaches_next)(lambda: compute_weights(1, boundary, boundary))
+        hp.when(reaches_next)(lambda: compute_coefficients(1, boundary, boundary))
         hp.barrier_wait(loaded)
         old = corrections(0, first_group, base, position)
 
@@ -244,18 +244,18 @@ def _kernel(
 
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
-    shares = jax.lax.div(jnp.maximum(qkv.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
+    padding = jax.lax.div(jnp.maximum(qkv.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
 
-    @hp.when(shares > 0)
+    @hp.when(padding > 0)
     def _():
         v_tile[0] = hp.zeros_per_row(_VALUES, out.dtype)
         hp.commit_smem()
 
         def clear(n, _):
-            """Stores zeros in the n-th padding token that this row clears."""
+            """Store zeros in the n-th padding token that this row clears."""
             hp.copy_smem_to_gmem(v_tile.at[0], out.at[total + row + n * rows, head, dims])
 
-        jax.lax.fori_loop(0, shares, clear, None)
+        jax.lax.fori_loop(0, padding, clear, None)
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -273,9 +273,9 @@ def gated_delta_rule_deferred(
     scale: float,
     use_qk_l2norm: bool,
 ) -> tuple[jax.Array, jax.Array, DeltaRuleEntries]:
-    """Launches the kernel. See api.py."""
+    """Launch the kernel. See api.py."""
     value_heads, value_dim, key_dim = pool.shape[2:]
-    vectors, places = sizes(rows.max_query_tokens, ring.k.shape[3] // 2)
+    vectors, group_slots = sizes(rows.max_query_tokens, ring.k.shape[3] // 2)
     updated = [jax.new_ref(x) for x in (pool, ring.k, ring.u, ring.g)]
     count, tile = 3 if pool.dtype == jnp.float32 else 2, hp.SWIZZLE // pool.dtype.itemsize
     options = dict(max_query_tokens=rows.max_query_tokens, count=count)
@@ -283,18 +283,18 @@ def gated_delta_rule_deferred(
         functools.partial(_kernel, **options, gate=Gate(gates, scale, use_qk_l2norm)),
         out_type=jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype),
         grid=(rows.num_rows, value_heads, value_dim // _VALUES),
-        grid_names=("row", "head", "part"),
+        grid_names=("row", "head", "value_tile"),
         scratch_types=[
             hp.tiled(key_dim // tile, _VALUES, tile, dtype=pool.dtype),
             # A step of a product has as many keys as a row of a state's tile.
             hp.tiled(vectors, key_dim, dtype=qkv.dtype, swizzle=2 * hp.SWIZZLE // pool.dtype.itemsize),
-            hp.SMEM((2, places, _VALUES), ring.u.dtype),
-            hp.tiled(places, key_dim, dtype=qkv.dtype, swizzle=2 * places),
+            hp.SMEM((2, group_slots, _VALUES), ring.u.dtype),
+            hp.tiled(group_slots, key_dim, dtype=qkv.dtype, swizzle=2 * group_slots),
             hp.SMEM((vectors // 2, _VALUES), qkv.dtype),
-            hp.SMEM((2, vectors, places), jnp.float32),
-            hp.SMEM((Factors.of(vectors, places).size,), jnp.float32),
+            hp.SMEM((2, vectors, group_slots), jnp.float32),
+            hp.SMEM((Factors.of(vectors, group_slots).size,), jnp.float32),
             # Values, and the corrections of two groups.
-            hp.Barrier(num_arrivals=1 + 2 * places // _TOGETHER),
+            hp.Barrier(num_arrivals=1 + 2 * group_slots // _TOGETHER),
             # Each step of a product waits for its own tile of the state.
             hp.Barrier(num_barriers=key_dim // tile),
         ],

@@ -19,12 +19,12 @@ On Hopper GPUs sm90.py runs other kernels for bfloat16 inputs, whose stages have
     chunk_intra_per_channel_sm90.py   the same with a decay per key channel
     chunk_states_64_sm90.py           the recurrence from chunk to chunk, and outputs: 64 value dims per CTA
     chunk_states_128_sm90.py          the same bits with 128 value dims per CTA, for much work in many rows
-    head_sm90.py                      what both variants of the recurrence share
+    head_sm90.py                      the copies and products of one head in both variants of the recurrence
     variants_sm90.py                  which of the two variants a launch runs
     work_queue_sm90.py                the heads that CTAs take one after the other
     per_head_sm90.py                  the launch of all stages with a decay per head
     per_channel_sm90.py               the launch of the recurrence with a decay per key channel
 
 Only the third kernel touches the pool. bfloat16 inputs are multiplied as they are, with float32 values that are split
-into pieces of bfloat16 (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.
+into bfloat16 terms (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.
 """

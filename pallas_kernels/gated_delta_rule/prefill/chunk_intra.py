@@ -1,4 +1,4 @@
-"""The first prefill kernel: for each chunk, the decayed products of its keys and queries with its keys, and its decays.
+"""The first prefill kernel: the decayed Gram matrices of each chunk's keys and queries with its keys, and its decays.
 
 It writes the triangular `system` (L in __init__.py) for the inverse, and `attention`, the products of queries with
 keys. With one decay per head it also writes the factors that scale a chunk's keys and queries (`scales`). With a decay
@@ -25,11 +25,11 @@ MAX_EXPONENT = 112.0
 
 
 def sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """Sums log decays (at most 0) along axis 0, up to each and in total, so that differences of sums lose no digits.
+    """Sum log decays (at most 0) along axis 0, up to each and in total, so that differences of sums lose no digits.
 
-    Returns the running sums and the total of two parts of `x`, the coarse part and the rest. The coarse part consists
+    Returns the running sums and the total of two terms of `x`, the coarse term and the rest. The coarse term consists
     of multiples of a unit that no sum exceeds 2^24 times, so its sums and their differences are exact. Adding a large
-    number and subtracting it again cuts `x` to such multiples without a conversion to integers, and the unit follows
+    value and subtracting it again cuts `x` to such multiples without a conversion to integers, and the unit follows
     the total.
 
     `x` must have been loaded from memory. The compiler could fuse a product into one of its uses, where it would have
@@ -37,21 +37,21 @@ def sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """
     magic = -4.0 * jnp.sum(x, axis=0)
     coarse = (x + magic) - magic
-    return [(jnp.cumsum(part, axis=0), jnp.sum(part, axis=0)) for part in (coarse, x - coarse)]
+    return [(jnp.cumsum(term, axis=0), jnp.sum(term, axis=0)) for term in (coarse, x - coarse)]
 
 
 def decay_of(*differences: jax.Array) -> jax.Array:
-    """Returns the decay for a sum of differences of log decays. Rounding may leave that sum above 0: it is clipped."""
+    """Return the decay for a sum of differences of log decays. Rounding may leave that sum above 0: it is clipped."""
     return jnp.exp2(pt.LOG2_E * jnp.minimum(sum(differences[1:], differences[0]), 0.0))
 
 
 def _products_of_rows(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the product of each row of `x` with the same row of `y`, [rows]."""
+    """Return the product of each row of `x` with the same row of `y`, [rows]."""
     return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
 
 
 def _norm(squares: jax.Array, use_qk_l2norm: bool) -> jax.Array:
-    """Returns the factors that normalise vectors, given the sums of their squares. Without normalisation they are 1."""
+    """Return the factors that normalise vectors, given the sums of their squares. Without normalisation they are 1."""
     return jax.lax.rsqrt(squares + L2_EPSILON) if use_qk_l2norm else jnp.ones(squares.shape, jnp.float32)
 
 
@@ -67,7 +67,7 @@ def products(
     use_qk_l2norm: bool,
     interpret: bool,
 ) -> None:
-    """Handles one chunk and key head, with one decay per value head: all value heads of that key head.
+    """Handle one chunk and key head, with one decay per value head: all value heads of that key head.
 
     Args:
         refs: Reads `q`, `k`, `g`, `beta`. Writes `system`, `attention`, `scales`, `decay`.
@@ -119,16 +119,16 @@ def products(
 
 
 def _halves(size: int, last: int) -> list[int]:
-    """Returns the lengths of the halves of a chunk, of the halves of its halves, and so on, down to `last` tokens."""
+    """Return the lengths of the halves of a chunk, of the halves of its halves, and so on, down to `last` tokens."""
     return [1 << n for n in reversed(range(last.bit_length() - 1, size.bit_length() - 1))]
 
 
 def decay_spans(size: int, last: int) -> jax.Array:
-    """Returns the matrices that sum log decays over spans of tokens, bfloat16 [spans, size, size].
+    """Return the matrices that sum log decays over spans of tokens, bfloat16 [spans, size, size].
 
     Row i of a matrix has 1 (or -1) for the tokens whose log decays are added to (or subtracted from) the exponent of
-    token i. There is one matrix per length of `_halves`, then the one for blocks of `last` tokens that are decayed from
-    their middles, the one for all tokens up to i, and the one for all tokens after i.
+    token i. There is one matrix per length of `_halves`, then the matrix for blocks of `last` tokens that are decayed
+    from their middles, the matrix for all tokens up to i, and the matrix for all tokens after i.
     """
     row, column = np.arange(size)[:, None], np.arange(size)[None, :]
     halves = [(row // h == column // h) & ((row // h % 2 == 1) == (column <= row)) for h in _halves(size, last)]
@@ -138,10 +138,10 @@ def decay_spans(size: int, last: int) -> jax.Array:
 
 
 def last_block(decayed_keys: jax.ShapeDtypeStruct) -> int:
-    """Returns the number of tokens in a block that is decayed from its middle.
+    """Return the number of tokens in a block that is decayed from its middle.
 
     Within such a block a single token's decay counts as no less than 2^-14 if decayed keys are one bfloat16, and as no
-    less than 2^-28 otherwise. `decayed_keys` is the array of decayed keys, [pieces, ...].
+    less than 2^-28 otherwise. `decayed_keys` is the array of decayed keys, [terms, ...].
     """
     return 16 if decayed_keys.dtype == jnp.bfloat16 and decayed_keys.shape[0] == 1 else 8
 
@@ -158,7 +158,7 @@ def products_per_channel(
     use_qk_l2norm: bool,
     interpret: bool,
 ) -> None:
-    """Handles one chunk and value head, with a decay per key channel.
+    """Handle one chunk and value head, with a decay per key channel.
 
     Such a decay cannot scale a product of keys afterwards: queries and keys are decayed first. The chunk is cut into
     halves, the halves into halves, and so on. To multiply tokens of the later half with tokens of the earlier half, the
@@ -196,7 +196,7 @@ def products_per_channel(
         return x.astype(jnp.float32)
 
     def take(n):
-        """Loads q, k and log2 decays of tile n. Returns them, the tile's key indices, and which of these exist."""
+        """Load q, k and log2 decays of tile n. Return them, the tile's key indices, and which of these exist."""
         key, inside = pt.lanes(n, tile, key_dim)
         mask = live[:, None] & inside[None, :]
 
@@ -207,12 +207,12 @@ def products_per_channel(
         return q, k, pt.LOG2_E * load(refs.g, head), key, inside
 
     def over_spans(g: jax.Array) -> Callable[[jax.Array | int], jax.Array]:
-        """Returns a function that sums the log decays over the span with a given number, each sum on its own."""
-        parts = pieces(g, 2 if exact else 3)
-        return lambda span: product(pt.load(refs.spans.at[jnp.int32(span), lane[:, None], lane[None, :]]), parts)
+        """Return a function that sums the log decays over the span with a given index, each sum on its own."""
+        terms = pieces(g, 2 if exact else 3)
+        return lambda span: product(pt.load(refs.spans.at[jnp.int32(span), lane[:, None], lane[None, :]]), terms)
 
     def multiply(keys, queries, earlier):
-        """Returns the products of decayed keys, and those of decayed queries, with decayed earlier keys."""
+        """Return the products of decayed keys with decayed earlier keys, and of decayed queries with them."""
         earlier = split(earlier, count)
         of_keys = product(split(keys, count), earlier, contract=(1, 1))
         return of_keys, product(split(queries, 1), earlier[:1] if exact else earlier, contract=(1, 1))

@@ -1,6 +1,6 @@
 """The stages within a chunk on Hopper GPUs, for a decay per key channel: decayed Gram matrices, and the inverse for WY.
 
-It computes what `products_per_channel` in chunk_intra.py and solve_tril.py compute. A CTA has one chunk and two value
+It computes the results of `products_per_channel` in chunk_intra.py and of solve_tril.py. A CTA has one chunk and two value
 heads, one after the other, and solves both of their systems at once. Keys come in tiles of 64, and log decays in tiles of
 32.
 """
@@ -23,21 +23,21 @@ from pallas_kernels.hopper.partial_tiles import keep_rows
 
 _SHAPE = SIZE, SIZE
 KEYS = 64  # the keys of a tile, whose rows have as many bytes as tensor cores can swizzle
-DECAYS = 32  # those of a tile of log decays, which are float32
+DECAYS = 32  # the keys of a tile of log decays, which are float32
 BLOCK = 16  # tokens of a block that is decayed from its middle
 _LEVELS = 2  # a chunk's halves, and their halves: keys are decayed to the cut between two of them
 _BEFORE, _AFTER = _LEVELS + 1, _LEVELS + 2  # the spans from the chunk's start to each token, and from it to the end
-_PIECES = 2  # bfloat16 numbers that stand for a float32 log decay in sums
+_TERMS = 2  # bfloat16 terms of a float32 log decay in sums
 
 
 def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
-    """Handles one chunk and two value heads.
+    """Handle one chunk and two value heads.
 
-    `arrays` are, by their `names`, what `products_per_channel` launches: inputs, outputs, SMEM and barriers.
+    `arrays` are, by their `names`, the operands of `products_per_channel`'s launch: inputs, outputs, SMEM and barriers.
     """
     refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
     token_rows, token_tiles = refs.tokens
-    decay_rows, decay_tiles, decay_pieces = refs.log_decays
+    decay_rows, decay_tiles, decay_terms = refs.log_decays
     operands, system, solution = refs.systems
     pair, chunk = hp.axis_index("pair"), hp.axis_index("chunk")
     heads = refs.g.shape[1]
@@ -48,9 +48,9 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
     apart = (hp.rows(_SHAPE) & -BLOCK) ^ (hp.columns(_SHAPE) & -BLOCK)  # less than `BLOCK` for tokens of one block
 
     def head_of(half):
-        """Returns a value head, and whether the pair's other half does not have it too."""
-        number = 2 * pair + half
-        return jnp.minimum(number, heads - 1), number < heads
+        """Return a value head, and whether this half of the pair is the first to have it."""
+        index = 2 * pair + half
+        return jnp.minimum(index, heads - 1), index < heads
 
     def keys_of(n):
         return hp.ds(n * KEYS, KEYS)
@@ -71,41 +71,41 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         return hp.load_tile(token_tiles[name].at[n]).astype(jnp.float32)
 
     def cut_log_decays(values):
-        """Stores log decays [tokens, keys] as bfloat16 terms over the float32 ones."""
-        parts = pieces(values, _PIECES)
-        hp.commit_smem()  # no warp still reads what the memory had
-        for n, part in enumerate(parts):
-            decay_pieces[n] = part
+        """Store log decays [tokens, keys] as bfloat16 terms over the float32 ones."""
+        terms = pieces(values, _TERMS)
+        hp.commit_smem()  # no warp still reads the float32 log decays
+        for n, term in enumerate(terms):
+            decay_terms[n] = term
         hp.commit_smem()
 
     def fetch_span(span):
-        """Copies the matrix whose ones are the tokens to sum over, over the last span's."""
+        """Copy the matrix whose ones are the tokens to sum over to SMEM, over the last span's matrix."""
         hp.copy_gmem_to_smem(refs.spans.at[span], refs.square, refs.span_full)
 
     def sums(keys, count):
-        """Returns the sums of log decays over spans of tokens, float32 [tokens, count], for a slice of `count` keys."""
-        pairs = [(refs.square, decay_pieces.at[piece, :, keys]) for piece in range(_PIECES)]
+        """Return the sums of log decays over spans of tokens, float32 [tokens, count], for a slice of `count` keys."""
+        pairs = [(refs.square, decay_terms.at[n, :, keys]) for n in range(_TERMS)]
         return hp.multiply_all((SIZE, count), [pairs])[0]
 
     def decays_over_span(*, then_fetch):
-        """Waits for the span that is on its way, and returns the decays over it, for each tile. Fetches the next span."""
+        """Wait for the span that is on its way, and return the decays over it, for each tile. Fetch the next span."""
         hp.barrier_wait(refs.span_full)
         exponents = sums(hp.ds(0, key_dim), key_dim)
-        hp.commit_smem()  # no warp still multiplies what the memory had
+        hp.commit_smem()  # no warp still multiplies by the last span
         fetch_span(then_fetch)
         return [jnp.exp2(exponents[:, n * KEYS : (n + 1) * KEYS]) for n in tiles]
 
     def products(half, n, backwards, fetch_next):
-        """Returns the products of keys, and of queries, with earlier keys, over a tile of keys, decayed over a span.
+        """Return the products of keys, and of queries, with earlier keys, over a tile of keys, decayed over a span.
 
         Args:
-            half: The number of the head in the pair.
-            n: The number of the tile.
+            half: The index of the head in the pair.
+            n: The index of the tile.
             backwards: Whether earlier keys are decayed backwards, and not like the later ones.
             fetch_next: Fetches the next level's span, if this is the level's last tile.
         """
         exponent = sums(keys_of(n), KEYS)
-        hp.commit_smem()  # no warp still multiplies what the memory had
+        hp.commit_smem()  # no warp still multiplies by the last span or operands
         fetch_next()
         k, decay = wide("k", n), jnp.exp2(exponent)
         later = [(decay * x).astype(jnp.bfloat16) for x in (k, wide("q", n))]
@@ -141,15 +141,15 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         cut_log_decays(log_decays)
 
         # The next kernel reads keys and queries that are decayed from the chunk's start, and keys decayed to its end.
-        def put(name, of, decay, n, place):
-            """Sends a tile of decayed keys or queries, normalised, to the array that the next kernel reads."""
-            hp.wait_smem_to_gmem(1, wait_read_only=True)  # the last tile is elsewhere
-            operands[half, place] = (decay * (wide(of, n) * hp.along_rows(norms[of], KEYS))).astype(jnp.bfloat16)
+        def put(name, of, decay, n, operand):
+            """Send a tile of decayed keys or queries, normalised, to the array that the next kernel reads."""
+            hp.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last one has left its SMEM
+            operands[half, operand] = (decay * (wide(of, n) * hp.along_rows(norms[of], KEYS))).astype(jnp.bfloat16)
             hp.commit_smem()
 
             @hp.when(is_stored)
             def _():
-                hp.copy_smem_to_gmem(operands.at[half, place], getattr(refs, name).at[0, head, chunk, :, keys_of(n)])
+                hp.copy_smem_to_gmem(operands.at[half, operand], getattr(refs, name).at[0, head, chunk, :, keys_of(n)])
 
         for n, decay in enumerate(decays_over_span(then_fetch=_AFTER)):
             put("k_before", "k", decay, n, 0)
@@ -159,7 +159,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
         def of_level(level, found, is_last=False):
-            """Multiplies the tokens of one level, and puts their products into what has been found."""
+            """Multiply the tokens of one level, and return `found` with their products."""
 
             def of_tile(n, total):
                 # One tile at a time: the exponents of all of them would not fit into the registers.
@@ -173,12 +173,12 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             return [jnp.where(is_here, new, old) for new, old in zip(both, found, strict=True)]
 
         # Blocks, the last level, are decayed from their middles, forwards and backwards, where exponents are bounded.
-        parts = [hp.load_tile(decay_pieces.at[n]).astype(jnp.float32) for n in range(_PIECES)]
-        cut_log_decays(jnp.maximum(sum(parts[1:], parts[0]), -MAX_EXPONENT / (BLOCK // 2)))
+        terms = [hp.load_tile(decay_terms.at[n]).astype(jnp.float32) for n in range(_TERMS)]
+        cut_log_decays(jnp.maximum(sum(terms[1:], terms[0]), -MAX_EXPONENT / (BLOCK // 2)))
         found = jax.lax.fori_loop(0, _LEVELS, of_level, [nothing, nothing])
         keys, queries = of_level(_LEVELS, found, is_last=True)
         hp.commit_smem()
-        # The compiler would keep the numbers of columns in registers for all of the kernel, so memory has them.
+        # The compiler would keep the columns' indices in registers for the whole kernel, so SMEM has them.
         later = row - hp.along_columns(hp.load_per_column(refs.token), SIZE)
         queries = jnp.where(later > 0, queries, jnp.where(later == 0, hp.along_rows(qk, SIZE), nothing))
         of_columns = hp.along_columns(hp.load_per_column(refs.norms), SIZE)
@@ -217,7 +217,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
 
 
 def of_chunks(beta: jax.Array, chunks: Chunks) -> jax.Array:
-    """Returns betas as [heads, chunks, tokens], 0 for rows of the tile without a token."""
+    """Return betas as [heads, chunks, tokens], 0 for rows of the tile without a token."""
     first, last = chunks.cu_chunk_seqlens[:-1, None], chunks.cu_chunk_seqlens[1:, None]
     token = first + jnp.arange(SIZE, dtype=jnp.int32)[None]
     exists = (token < last)[:, :, None]
@@ -234,27 +234,27 @@ def products_per_channel(
     scale: float,
     use_qk_l2norm: bool,
 ) -> dict[str, jax.Array]:
-    """Launches the kernel. Returns inputs of chunk_states.py: solve, attention, q_before, k_before, k_after and decay."""
-    (_, _, key_dim), heads, number = k.shape, g.shape[1], chunks.seq_idx.shape[0]
+    """Launch the kernel. Return inputs of chunk_states.py: solve, attention, q_before, k_before, k_after and decay."""
+    (_, _, key_dim), heads, num_chunks = k.shape, g.shape[1], chunks.seq_idx.shape[0]
     given = dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, q=q, k=k, g=g, beta=of_chunks(beta, chunks))
     given |= dict(spans=decay_spans(SIZE, BLOCK))
-    array, of_chunk = jax.ShapeDtypeStruct, (heads, number)
+    array, of_chunk = jax.ShapeDtypeStruct, (heads, num_chunks)
     square, keys = array((1, *of_chunk, *_SHAPE), jnp.bfloat16), array((1, *of_chunk, SIZE, key_dim), jnp.bfloat16)
     outputs = dict(solve=square, attention=square, q_before=keys, k_before=keys, k_after=keys)
     outputs |= dict(decay=array((*of_chunk, key_dim), jnp.float32))
     tiles, decay_tiles, decay_bytes = key_dim // KEYS, key_dim // DECAYS, 2 * DECAYS
-    pieces_of_decays = hp.tiled(_PIECES, SIZE, key_dim, dtype=jnp.bfloat16, swizzle=decay_bytes)
+    terms_of_decays = hp.tiled(_TERMS, SIZE, key_dim, dtype=jnp.bfloat16, swizzle=decay_bytes)
     scratch: dict[str, Any] = dict(
         tokens=hp.RefUnion(*hp.views_of_tokens(dict.fromkeys("kq", (tiles, SIZE, KEYS)), k.dtype)),
-        # Log decays are replaced by their pieces.
-        log_decays=hp.RefUnion(*hp.views_of_tokens((decay_tiles, SIZE, DECAYS), jnp.float32), pieces_of_decays),
+        # Log decays are replaced by their terms.
+        log_decays=hp.RefUnion(*hp.views_of_tokens((decay_tiles, SIZE, DECAYS), jnp.float32), terms_of_decays),
         # Operands, systems and solutions share the same bytes, one after the other.
         systems=hp.RefUnion(
             hp.tiled(2, 2, SIZE, KEYS, dtype=jnp.bfloat16),
             hp.tiled(2, *_SHAPE, dtype=jnp.float32),
             hp.tiled(2, 1, *_SHAPE, dtype=jnp.bfloat16),
         ),
-        # First spans of tokens, whose tiles are as those of the log decays' pieces, and then the products of queries.
+        # First spans of tokens, in tiles as wide as the tiles of the log decays' terms, and then the products of queries.
         square=hp.tiled(*_SHAPE, dtype=jnp.bfloat16, swizzle=decay_bytes),
         betas=hp.SMEM((2, SIZE), jnp.float32),
         norms=hp.SMEM((SIZE,), jnp.float32),
@@ -266,7 +266,7 @@ def products_per_channel(
     results = hp.kernel(
         functools.partial(kernel, [*given, *outputs, *scratch], scale=scale, use_qk_l2norm=use_qk_l2norm),
         out_type=tuple(outputs.values()),
-        grid=(number, -(-heads // 2)),
+        grid=(num_chunks, -(-heads // 2)),
         grid_names=("chunk", "pair"),
         scratch_types=list(scratch.values()),
         compiler_params=hp.fast_math(),

@@ -1,4 +1,4 @@
-"""The stages within a chunk on Hopper GPUs, for decays per head: decayed Gram matrices, and the inverse that makes WY.
+"""The stages within a chunk on Hopper GPUs, for decays per head: decayed Gram matrices, and the inverse for WY.
 
 A warpgroup handles one chunk and key head, and all value heads of that key head, two at a time.
 """
@@ -21,7 +21,7 @@ _AT = Factors()
 
 
 def load_pair(refs, key_head, pair, bounds):
-    """Loads the gates of two value heads, see `load_gates`. If there is one, it is loaded twice.
+    """Load the gates of two value heads, see `load_gates`. If there is one, it is loaded twice.
 
     Args:
         refs: The inputs by name.
@@ -35,27 +35,27 @@ def load_pair(refs, key_head, pair, bounds):
 
 
 def _head_of(refs, key_head, pair, half):
-    """Returns a value head of a pair, and whether the other half of the pair does not have it too."""
+    """Return a value head of a pair, and whether this half of the pair is the first to have it."""
     repeats = refs.g.shape[1] // refs.k.shape[1]
-    number = 2 * pair + half
-    return key_head * repeats + jnp.minimum(number, repeats - 1), number < repeats
+    index = 2 * pair + half
+    return key_head * repeats + jnp.minimum(index, repeats - 1), index < repeats
 
 
-def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, use_qk_l2norm: bool):
-    """Handles one chunk and key head, by one warpgroup.
+def make_products(refs, own, chunk, key_head, bounds, gates, *, scale: float, use_qk_l2norm: bool):
+    """Handle one chunk and key head, by one warpgroup.
 
     Args:
         refs: The inputs and outputs by name, see `outputs`.
-        place: The warpgroup's SMEM and barriers by name, see `memory`.
+        own: The warpgroup's SMEM and barriers by name, see `of_warpgroup`.
         chunk: The chunk, which has tokens.
         key_head: The key head.
         bounds: The chunk's first token, and the token after its last one.
-        gates: What `load_pair` returns for the first two value heads.
+        gates: The result of `load_pair` for the first two value heads.
         scale: The factor of queries.
         use_qk_l2norm: Whether queries and keys are normalised.
     """
-    (k_rows, q_rows), (k, q), system, solution = place.token_rows, place.token_tiles, place.system, place.solution
-    pieces = range(refs.solve.shape[0])
+    (k_rows, q_rows), (k, q), system, solution = own.token_rows, own.token_tiles, own.system, own.solution
+    terms = range(refs.solve.shape[0])
     tiles, repeats = range(refs.k.shape[2] // SIZE), refs.g.shape[1] // refs.k.shape[1]
     together = 2 - repeats % 2  # value heads of a pair whose vectors are copied at once
     start, end = bounds
@@ -64,14 +64,14 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
 
     def sum_decays(gates):
         log_decays, strengths = gates
-        sum_log_decays(log_decays, strengths, place.per_row, place.per_column, place.sums)
+        sum_log_decays(log_decays, strengths, own.per_row, own.per_column, own.sums)
 
     for tokens, rows in ((refs.k, k_rows), (refs.q, q_rows)):
         for n in tiles:
             source = tokens.at[hp.ds(start, SIZE), key_head, hp.ds(n * SIZE, SIZE)]
-            hp.copy_gmem_to_smem(source, rows.at[n], place.full)
+            hp.copy_gmem_to_smem(source, rows.at[n], own.full)
     sum_decays(gates)
-    hp.barrier_wait(place.full)
+    hp.barrier_wait(own.full)
 
     @hp.when(end - start < SIZE)
     def _():
@@ -86,16 +86,16 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
     keys, queries = product(k, k), product(q, k)
     with_themselves = (keys, product(q, q)) if use_qk_l2norm else (None, None)
     for n, factor in enumerate((1.0, scale)):
-        find_norms(with_themselves[n], place.norms.at[n], factor)
+        find_norms(with_themselves[n], own.norms.at[n], factor)
     hp.commit_smem()  # all threads have finished with the tokens, whose bytes the systems share
 
     def of_pair(pair, _):
         @hp.loop(0, 2)
         def _(half):
-            vectors = place.per_row.at[half], place.per_column.at[half], place.norms
-            decayed_gram(keys, queries, *vectors, system.at[half], place.attention_tile.at[half])
+            vectors = own.per_row.at[half], own.per_column.at[half], own.norms
+            decayed_gram(keys, queries, *vectors, system.at[half], own.attention_tile.at[half])
 
-        scale_tokens(place.per_row, place.norms, place.kinds)
+        scale_tokens(own.per_row, own.norms, own.kinds)
         hp.commit_smem()
         for half in range(0, 2, together):
             head, is_own = head_of(pair, half)
@@ -103,16 +103,16 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
             @hp.when(is_own)
             def _(half=half, head=head):
                 target = refs.scales.at[hp.ds(head, together), chunk]
-                hp.copy_smem_to_gmem(place.kinds.at[hp.ds(half, together)], target)
+                hp.copy_smem_to_gmem(own.kinds.at[hp.ds(half, together)], target)
 
         for half in (0, 1):
             head, is_own = head_of(pair, half)
 
             @hp.when(is_own)
             def _(half=half, head=head):
-                hp.copy_smem_to_gmem(place.attention_tile.at[half], refs.attention.at[0, head, chunk])
+                hp.copy_smem_to_gmem(own.attention_tile.at[half], refs.attention.at[0, head, chunk])
 
-        solve_tril(system, place.per_row.at[:, _AT.beta], solution)
+        solve_tril(system, own.per_row.at[:, _AT.beta], solution)
         hp.commit_smem()
         hp.when(2 * (pair + 1) < repeats)(lambda: sum_decays(load_pair(refs, key_head, pair + 1, bounds)))
         for half in (0, 1):
@@ -120,7 +120,7 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
 
             @hp.when(is_own)
             def _(half=half, head=head):
-                for n in pieces:
+                for n in terms:
                     hp.copy_smem_to_gmem(solution.at[half, n], refs.solve.at[n, head, chunk])
 
         hp.wait_smem_to_gmem(0, wait_read_only=True)
@@ -128,22 +128,22 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
     jax.lax.fori_loop(0, (repeats + 1) // 2, of_pair, None)
 
 
-def outputs(value_heads: int, chunks: int, pieces: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Describes the arrays that all calls of `make_products` store together, by name.
+def outputs(value_heads: int, chunks: int, terms: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Describe the arrays that all calls of `make_products` store together, by name.
 
     They are `solve` and `attention` as in chunk_states.py, but the matrices of `solve` are transposed, and `scales` [value
     heads, chunks, 4, tokens], of which the first is negative and the last is the decay over the chunk, for each token.
     """
     array = jax.ShapeDtypeStruct
     return dict(
-        solve=array((pieces, value_heads, chunks, *_SHAPE), jnp.bfloat16),
+        solve=array((terms, value_heads, chunks, *_SHAPE), jnp.bfloat16),
         attention=array((1, value_heads, chunks, *_SHAPE), jnp.bfloat16),
         scales=array((value_heads, chunks, 4, SIZE), jnp.float32),
     )
 
 
 def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
-    """Describes the SMEM of some warpgroups, as views of the same bytes: see `place_of`.
+    """Describe the SMEM of some warpgroups, as views of the same bytes: see `of_warpgroup`.
 
     Solutions have two bfloat16 terms.
     """
@@ -163,12 +163,12 @@ def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
 
 
 def barriers(warpgroups: int, key_dim: int) -> dict[str, Any]:
-    """Describes the barriers of some warpgroups."""
+    """Describe the barriers of some warpgroups."""
     return dict(full=hp.Barrier(num_arrivals=2 * (key_dim // SIZE), num_barriers=warpgroups))
 
 
-def place_of(warpgroup: Any, memory: Any, barriers: dict[str, Any]) -> SimpleNamespace:
-    """Returns a warpgroup's own views of `memory` and `barriers`."""
+def of_warpgroup(warpgroup: Any, memory: Any, barriers: dict[str, Any]) -> SimpleNamespace:
+    """Return a warpgroup's own views of `memory` and `barriers`."""
     (rows, others), (tiles,), (system,), (solution,) = memory
     tokens = lambda view: (view.at[warpgroup, 0], view.at[warpgroup, 1])
     named = {name: ref.at[warpgroup] for name, ref in (others | barriers).items()}

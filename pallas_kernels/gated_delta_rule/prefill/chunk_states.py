@@ -14,7 +14,7 @@ from pallas_kernels.gated_delta_rule.config import PrefillConfig
 
 
 def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout, interpret: bool) -> None:
-    """Handles one row, value head and tile of value dims. The state is a tile [keys, values] in registers.
+    """Handle one row, value head and tile of value dims. The state is a tile [keys, values] in registers.
 
     Args:
         refs: Reads `v`, `layer`, `query_start_loc`, `cu_chunk_seqlens`, `first_chunk`, `read_block`, `write_block`,
@@ -44,25 +44,25 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout,
         return pieces(x, config.pieces) if exact else x
 
     def rounded(x: Operand) -> Operand:
-        """Returns the operand in one piece, for products that only outputs depend on."""
+        """Return the operand in one term, for products that only outputs depend on."""
         if not exact:
             return x
         return x[0] if isinstance(x, tuple) else x.astype(jnp.bfloat16)
 
-    def place(block: jax.Array):
-        """Returns the program's part of a block's state, and which of its elements exist."""
-        place = value[None, :], key[:, None]
-        at = refs.pool.at[(layer, block, head, *(place if layout == "VK" else place[::-1]))]
+    def tile_of(block: jax.Array):
+        """Return the program's tile of a block's state, and which of its elements exist."""
+        indices = value[None, :], key[:, None]
+        at = refs.pool.at[(layer, block, head, *(indices if layout == "VK" else indices[::-1]))]
         return at, value_inside[None, :] & key_inside[:, None] & (block != NULL_BLOCK)
 
     @pt.when(end > begin)
     def _():
         # The number of tokens before the row's first one since the last position at which chunks are cut. If the row
-        # has only one chunk, any number that keeps it in one chunk will do.
+        # has only one chunk, any value that keeps it in one chunk will do.
         lead = size - (refs.cu_chunk_seqlens[first + 1] - begin)
 
         def advance(n, state):
-            """Runs chunk n of the row and returns the new state."""
+            """Run chunk n of the row and return the new state."""
             chunk = first + n
             token = begin + jnp.maximum(n * size - lead, 0) + lane
             inside = token < jnp.minimum(begin + (n + 1) * size - lead, end)
@@ -103,7 +103,7 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout,
             return decay * state + product(k_after, split(to_end * added), contract=(0, 0))
 
         def segment(n, carry):
-            """Runs the chunks up to checkpoint n and stores its state. The final state is the last checkpoint."""
+            """Run the chunks up to checkpoint n and store its state. The final state is the last checkpoint."""
             chunk, state = carry
             offset, block = end - begin, write
             if checkpoints:
@@ -112,20 +112,20 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout,
                 block = jnp.where(final, block, refs.checkpoint_block[row, at])
             stop = jnp.maximum(chunk, (lead + offset + size - 1) // size)
             state = jax.lax.fori_loop(chunk, stop, advance, state)
-            at, mask = place(block)
+            at, mask = tile_of(block)
             pt.store(at, state.astype(refs.pool.dtype), mask=mask & (offset > 0))
             return stop, state
 
-        at, mask = place(read)
+        at, mask = tile_of(read)
         state = pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
         jax.lax.fori_loop(0, checkpoints + 1, segment, (jnp.int32(0), state))
 
     def clear(n, _):
-        """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
+        """Write zeros to the n-th tile of padding tokens that this row clears."""
         token = total + (row + n * rows) * size + lane
         mask = (token < tokens)[:, None] & value_inside[None, :]
         zeros = jnp.zeros((size, config.tile_value), refs.out.dtype)
         pt.store(refs.out.at[token[:, None], head, value[None, :]], zeros, mask=mask)
 
-    # The tokens after the last row are shared out among the rows.
+    # The tokens after the last row are divided among the rows.
     jax.lax.fori_loop(0, ((tokens - total + size - 1) // size - row + rows - 1) // rows, clear, None)

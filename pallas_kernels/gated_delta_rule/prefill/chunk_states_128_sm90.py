@@ -24,11 +24,11 @@ from pallas_kernels.gated_delta_rule.prefill.work_queue_sm90 import Work, store_
 from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 
 TILES = 2  # of value dims per CTA
-_STAGES = 2  # chunks that are in SMEM
+_STAGES = 2  # chunks whose operands are in SMEM
 
 
 class Entry(NamedTuple):
-    """An entry of the work queue, as the copying warpgroup stores it in SMEM for the others. A row is as in `PrefillRow`.
+    """An entry of the work queue, as the copying warpgroup stores it in SMEM for the others. See `PrefillRow`.
 
     Attributes:
         ticket: The entry's index in the queue. The queue is empty if it is `Work.total` or larger.
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
         layer: The layer of the pool that has its states.
         read: The block of the state before the row.
         write: The block of the state at its end.
-        total: The token after the last row of all.
+        total: The token after the last row of the batch.
     """
 
     ticket: Any
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, refs: Any, work: Work, ticket: Any) -> "Entry":
-        """Reads the entry of a ticket from GMEM."""
+        """Read the entry of a ticket from GMEM."""
         index = jnp.minimum(work.indices_of(ticket)[0], work.rows - 1)
         row = PrefillRow.of(refs, index)
         end = jnp.where(ticket < work.total, row.end, row.start)
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def stored(cls, entry: Any) -> "Entry":
-        """Loads the entry that the copying warpgroup has stored in SMEM."""
+        """Load the entry that the copying warpgroup has stored in SMEM."""
         return cls(*(entry[n] for n in range(len(cls._fields))))
 
 
@@ -76,17 +76,17 @@ def chunk_states(
     layout: StateLayout,
     wait_for_products: Callable[[Any, Any], None] | None = None,
 ) -> None:
-    """Runs the queue's entries until it is empty, by three warpgroups.
+    """Run the queue's entries until it is empty, by three warpgroups.
 
     The copying warpgroup takes the next entry while the others still compute the one before.
 
     Args:
         refs: As in chunk_states_64_sm90.py.
-        memory: The same.
+        memory: As in chunk_states_64_sm90.py.
         work: All pairs of tiles of value dims of all heads.
         queue: The number of entries that CTAs have taken: one of `hp.semaphores`.
-        layout: The same as in chunk_states_64_sm90.py.
-        wait_for_products: The same.
+        layout: As in chunk_states_64_sm90.py.
+        wait_for_products: As in chunk_states_64_sm90.py.
     """
     others = memory[0][-1]
     entry, states = others["work_entry"], others["states"]
@@ -94,17 +94,17 @@ def chunk_states(
     values_of = lambda pair, tile_index: hp.ds((TILES * pair + tile_index) * TILE, TILE)
 
     def head_of(found: Entry) -> tuple[Head, Any]:
-        """Returns an entry's head and its pair of tiles. `PrefillRow.total` is None: this kernel does not need it."""
+        """Return an entry's head and its pair of tiles. `PrefillRow.total` is None: this kernel does not need it."""
         index, head, pair = work.indices_of(found.ticket)
         row = PrefillRow(index, work.rows, found.start, found.end, None, found.first_chunk, found.first_length)
         return Head(refs, memory, row, head, found.layer, found.read, layout), pair
 
     def fetch():
-        """Takes entries, and copies their states and the operands of their chunks."""
+        """Take entries, and copy their states and the operands of their chunks."""
         hp.set_max_registers(40, action="decrease")
 
         def take_entry():
-            """Takes the next entry, and stores it for the other warpgroups."""
+            """Take the next entry, and store it for the other warpgroups."""
             take(queue, entry)
             found = Entry.of(refs, work, entry[0])
             # `take` has stored the ticket, and other threads may still load it.
@@ -128,11 +128,11 @@ def chunk_states(
                     tile = head.tile_of_pool(block, values_of(pair, tile_index), n)
                     hp.copy_gmem_to_smem(tile, states.at[tile_index, n], refs.state_full)
 
-        def fetch_chunk(head, pair, chunk, number):
-            refs, at = head.refs, stage_of(number)
+        def fetch_chunk(head, pair, chunk, index):
+            refs, at = head.refs, stage_of(index)
             token, _ = head.row.tokens_of(chunk)
             here, full = hp.ds(token, TILE), refs.full.at[at]
-            hp.when(number >= _STAGES)(lambda: hp.barrier_wait(refs.free.at[at]))
+            hp.when(index >= _STAGES)(lambda: hp.barrier_wait(refs.free.at[at]))
             for name in ("k_before", "k_after", "q_before") if head.per_channel else ("k", "q"):
                 head.copy_keys(name, here, head.first + chunk, at, full)
             if wait_for_products:
@@ -140,7 +140,7 @@ def chunk_states(
             head.copy_products(head.first + chunk, at, full)
             attention = refs.attention.at[0, head.head, head.first + chunk]
             hp.copy_gmem_to_smem(attention, refs.squares["attention"].at[at], full)
-            hp.when(number >= _STAGES)(lambda: hp.barrier_wait(refs.values_free.at[at]))
+            hp.when(index >= _STAGES)(lambda: hp.barrier_wait(refs.values_free.at[at]))
             for tile_index in range(TILES):
                 source = refs.v.at[here, head.head, values_of(pair, tile_index)]
                 hp.copy_gmem_to_smem(source, head.token_rows["v"].at[at, tile_index], full)
@@ -152,18 +152,18 @@ def chunk_states(
 
         # A barrier has one phase bit, so each of its completions must be waited for.
         @hp.loop(jnp.maximum(chunks - _STAGES, 0), chunks)
-        def _(number):
-            hp.barrier_wait(refs.free.at[stage_of(number)])
-            hp.barrier_wait(refs.values_free.at[stage_of(number)])
+        def _(index):
+            hp.barrier_wait(refs.free.at[stage_of(index)])
+            hp.barrier_wait(refs.values_free.at[stage_of(index)])
 
     def carry_tile():
-        """Computes the states and outputs of one tile of value dims."""
+        """Compute the states and outputs of one tile of value dims."""
         hp.set_max_registers(232, action="increase")
         tile_index = hp.axis_index(hp.WARPGROUP) - 1
         own_states = [states.at[tile_index, n] for n in range(states.shape[1])]
 
         def see():
-            """Returns the next entry and its initial state, and lets the copying warpgroup take another entry."""
+            """Return the next entry and its initial state, and let the copying warpgroup take another entry."""
             hp.barrier_wait(refs.taken)
             found = Entry.stored(entry)
             hp.barrier_arrive(refs.seen)
@@ -187,7 +187,7 @@ def chunk_states(
             return following, next_state, chunks
 
         def store_state(head, block, state, values):
-            hp.commit_smem()  # all threads have loaded what was there
+            hp.commit_smem()  # all threads have loaded the initial state from this SMEM
             tiles = [tile.astype(states.dtype) for tile in state]
             if layout == "VK":
                 hp.store_tiles(tiles, own_states)
@@ -202,17 +202,17 @@ def chunk_states(
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
     def carry_head(head, state, values, tile_index, before):
-        """Runs one tile of a head. `before` is the number of chunks that the CTA has run. Returns the state's tiles."""
+        """Run one tile of a head. `before` is the number of chunks that the CTA has run. Return the state's tiles."""
         refs = head.refs
 
         def let_fetch(chunk):
-            """Frees the SMEM of the last chunk's outputs, or in the first chunk that of states, once they are copied."""
+            """Free the last chunk's outputs in SMEM, or in the first chunk the states, once they are copied."""
             hp.wait_smem_to_gmem(0, wait_read_only=True)
             hp.when(chunk > 0)(lambda: hp.barrier_arrive(refs.values_free.at[stage_of(before + chunk - 1)]))
             hp.when(chunk == 0)(lambda: hp.barrier_arrive(refs.state_free))
 
         def advance(chunk, state):
-            """Runs one chunk. Takes and returns the state's tiles."""
+            """Run one chunk. Take and return the state's tiles."""
             at = stage_of(before + chunk)
             token, live = head.row.tokens_of(chunk)
             v_tile = head.token_tiles["v"].at[at, tile_index]
@@ -226,7 +226,7 @@ def chunk_states(
             known, v = hp.multiply_all(SHAPE, [head.of_before(state, at)], meanwhile)
             (added,) = hp.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
             queries, attention = head.keys_of("q_before", at), refs.squares["attention"].at[at]
-            of_queries = [(head.piece(state[n], 0), queries[n].T) for n in head.key_tiles]
+            of_queries = [(head.term(state[n], 0), queries[n].T) for n in head.key_tiles]
             of_attention = [(lambda: added.astype(jnp.bfloat16), attention.T)]
             out, of_added = hp.multiply_all(SHAPE, [of_queries, of_attention])
             out = out if head.per_channel else head.of_tokens(1, at) * out
@@ -259,10 +259,10 @@ def chunk_states(
     hp.finish_together(refs.done)
 
 
-def memory(key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
-    """Describes a CTA's SMEM, as views of the same bytes."""
+def memory(key_dim: int, terms: int, dtype: Any, pool_dtype: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
+    """Describe a CTA's SMEM, as views of the same bytes."""
     tiles = key_dim // TILE
-    tokens, squares = dict(v=(_STAGES, TILES, *SHAPE)), dict(solve=(_STAGES, pieces))
+    tokens, squares = dict(v=(_STAGES, TILES, *SHAPE)), dict(solve=(_STAGES, terms))
     squares |= dict(attention=(_STAGES,))
     if per_channel:
         squares |= dict.fromkeys(("k_before", "k_after", "q_before"), (_STAGES, tiles))
@@ -278,10 +278,10 @@ def memory(key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channe
     return [(rows, others), (tiles_of_tokens,)]
 
 
-def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
-    """Describes a CTA's barriers."""
+def barriers(key_dim: int, terms: int, *, per_channel: bool) -> dict[str, Any]:
+    """Describe a CTA's barriers."""
     tiles = key_dim // TILE
-    copies = (2 + per_channel) * tiles + TILES + pieces + 2
+    copies = (2 + per_channel) * tiles + TILES + terms + 2
     return dict(
         full=hp.Barrier(num_arrivals=copies, num_barriers=_STAGES),
         free=hp.Barrier(num_arrivals=TILES, num_barriers=_STAGES),

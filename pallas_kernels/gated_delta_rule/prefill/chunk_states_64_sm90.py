@@ -1,6 +1,6 @@
 """The recurrence from chunk to chunk on Hopper GPUs: a CTA has 64 value dims of one head of one row.
 
-It computes what chunk_states.py computes. Its three warpgroups work on different chunks at the same time: one copies the
+It computes the results of chunk_states.py. Its three warpgroups work on different chunks at the same time: one copies the
 operands of later chunks from GMEM, one computes the state after each chunk, and one computes the outputs. The state is
 transposed, [values, keys], and so is everything that it is multiplied with from chunk to chunk. The left operands of these
 products are then in registers already, and none waits for SMEM.
@@ -22,7 +22,7 @@ _QUERY_STAGES = 2  # chunks whose queries are in SMEM
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, chunk_size: int) -> str | None:
-    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    """Return the reason why the kernel cannot run these arguments, or None if it can."""
     key_dim, value_dim = k.shape[2], v.shape[2]
     if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
         return f"q, k and v must be bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}"
@@ -36,60 +36,60 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, chunk_size: int) -> st
 def chunk_states(
     refs,
     memory,
-    place,
+    indices,
     *,
     layout: StateLayout,
     wait_for_products: Callable[[Any, Any], None] | None = None,
     begin: Callable[[], None],
 ):
-    """Runs one row, head and tile of value dims, by three warpgroups.
+    """Run one row, head and tile of value dims, by three warpgroups.
 
     "full" barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
 
     Args:
         refs: The inputs, the pool, the outputs and `barriers`, by name.
         memory: The views of SMEM, see `memory`.
-        place: The indices of the row, the head, and the tile of value dims.
+        indices: The indices of the row, the head, and the tile of value dims.
         layout: The layout of the states in the pool.
         wait_for_products: wait_for_products(chunk, key_head) waits until chunk_intra_sm90.py has stored their products.
             None if all products are there before the launch.
         begin: Each warpgroup calls it before it uses SMEM.
     """
-    row, head_index, part = place
+    row, head_index, value_tile = indices
     of_row = PrefillRow.of(refs, row)
     head = Head(refs, memory, of_row, head_index, refs.layer[0], refs.read_block[row], layout)
     refs, token_rows, per_channel, count, first = head.refs, head.token_rows, head.per_channel, head.count, head.first
     out_rows, out_tile = token_rows["out"], head.token_tiles["out"]
     stages, key_tiles = refs.chunk_factors.shape[0], head.key_tiles
-    values = hp.ds(part * TILE, TILE)
+    values = hp.ds(value_tile * TILE, TILE)
 
     def fetch():
-        """Copies each chunk's keys, values and 64 x 64 matrices for the state, then its queries for the outputs."""
+        """Copy each chunk's keys, values and 64 x 64 matrices for the state, then its queries for the outputs."""
         hp.set_max_registers(40, action="decrease")
         begin()
 
         def one(chunk, _):
             token, _ = head.row.tokens_of(chunk)
-            here, number = hp.ds(token, TILE), first + chunk
+            here, index = hp.ds(token, TILE), first + chunk
             at = jax.lax.rem(chunk, jnp.int32(stages))
             full = refs.full.at[at]
             hp.when(chunk >= stages)(lambda: hp.barrier_wait(refs.free.at[at]))
             for name in ("k_before", "k_after") if per_channel else ("k",):
-                head.copy_keys(name, here, number, at, full)
+                head.copy_keys(name, here, index, at, full)
             hp.copy_gmem_to_smem(refs.v.at[here, head.head, values], token_rows["v"].at[at], full)
             if wait_for_products:
-                wait_for_products(number, head.key_head)
-            head.copy_products(number, at, full)
-            fetch_queries(chunk, here, number)
+                wait_for_products(index, head.key_head)
+            head.copy_products(index, at, full)
+            fetch_queries(chunk, here, index)
 
-        def fetch_queries(chunk, here, number):
+        def fetch_queries(chunk, here, index):
             at = jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES))
             full = refs.query_full.at[at]
             hp.when(chunk >= _QUERY_STAGES)(lambda: hp.barrier_wait(refs.query_free.at[at]))
-            head.copy_keys("q_before" if per_channel else "q", here, number, at, full)
-            hp.copy_gmem_to_smem(refs.attention.at[0, head.head, number], refs.squares["attention"].at[at], full)
+            head.copy_keys("q_before" if per_channel else "q", here, index, at, full)
+            hp.copy_gmem_to_smem(refs.attention.at[0, head.head, index], refs.squares["attention"].at[at], full)
             if not per_channel:
-                hp.copy_gmem_to_smem(refs.scales.at[head.head, number, 1], refs.of_query.at[at], full)
+                hp.copy_gmem_to_smem(refs.scales.at[head.head, index, 1], refs.of_query.at[at], full)
 
         jax.lax.fori_loop(0, count, one, None)
         # A barrier has one phase bit, so each of its completions must be waited for.
@@ -100,11 +100,11 @@ def chunk_states(
                 hp.barrier_wait(free.at[jax.lax.rem(chunk, jnp.int32(length))])
 
     def carry_state():
-        """Computes the state after each chunk, and stores the one before it and its pseudo-values for the outputs."""
+        """Compute the state after each chunk, and store the one before it and its pseudo-values for the outputs."""
         hp.set_max_registers(232, action="increase")
 
         def advance(chunk, state):
-            """Runs one chunk. Takes and returns the state's tiles."""
+            """Run one chunk. Take and return the state's tiles."""
             at = jax.lax.rem(chunk, jnp.int32(stages))
             _, live = head.row.tokens_of(chunk)
             v_tile = head.token_tiles["v"].at[at]
@@ -114,7 +114,7 @@ def chunk_states(
             def publish_state():
                 hp.when(chunk > 0)(lambda: hp.barrier_wait(refs.state_free))
                 hp.store_and_arrive(
-                    [head.piece(x, 0)() for x in state], [refs.states.at[n] for n in key_tiles], refs.state_full
+                    [head.term(x, 0)() for x in state], [refs.states.at[n] for n in key_tiles], refs.state_full
                 )
                 return [load_values(v_tile)]
 
@@ -143,7 +143,7 @@ def chunk_states(
             hp.barrier_wait(refs.added_free)
 
     def write_outputs():
-        """Computes the outputs of each chunk from the state before it and from its pseudo-values."""
+        """Compute the outputs of each chunk from the state before it and from its pseudo-values."""
         begin()
         hp.set_max_registers(232, action="increase")
 
@@ -173,10 +173,10 @@ def chunk_states(
     hp.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
 
-def memory(key_dim: int, pieces: int, dtype: Any, _pool: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
-    """Describes a CTA's SMEM, as views of the same bytes. The pool's states are never in it."""
+def memory(key_dim: int, terms: int, dtype: Any, _pool: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
+    """Describe a CTA's SMEM, as views of the same bytes. The pool's states are never in it."""
     tiles, stages = key_dim // TILE, _stages(per_channel)
-    tokens, squares = dict(out=SHAPE, v=(stages, *SHAPE)), dict(solve=(stages, pieces), attention=(_QUERY_STAGES,))
+    tokens, squares = dict(out=SHAPE, v=(stages, *SHAPE)), dict(solve=(stages, terms), attention=(_QUERY_STAGES,))
     if per_channel:
         squares |= dict(k_before=(stages, tiles), k_after=(stages, tiles), q_before=(_QUERY_STAGES, tiles))
         factors = hp.SMEM((stages, key_dim), jnp.float32)
@@ -195,11 +195,11 @@ def memory(key_dim: int, pieces: int, dtype: Any, _pool: Any, *, per_channel: bo
     return [(rows, others), (tiles_of_tokens,)]
 
 
-def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
-    """Describes a CTA's barriers."""
+def barriers(key_dim: int, terms: int, *, per_channel: bool) -> dict[str, Any]:
+    """Describe a CTA's barriers."""
     tiles, stages = key_dim // TILE, _stages(per_channel)
     return dict(
-        full=hp.Barrier(num_arrivals=(1 + per_channel) * tiles + 1 + pieces + 1, num_barriers=stages),
+        full=hp.Barrier(num_arrivals=(1 + per_channel) * tiles + 1 + terms + 1, num_barriers=stages),
         free=hp.Barrier(num_barriers=stages),
         query_full=hp.Barrier(num_arrivals=tiles + 1 + (not per_channel), num_barriers=_QUERY_STAGES),
         query_free=hp.Barrier(num_barriers=_QUERY_STAGES),
@@ -212,5 +212,5 @@ def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
 
 
 def _stages(per_channel: bool) -> int:
-    """Returns the number of chunks whose keys and values are in SMEM: as many as fit."""
+    """Return the number of chunks whose keys and values fit into SMEM."""
     return 2 if per_channel else 3

@@ -1,4 +1,4 @@
-"""Running sums of a chunk's log decays on Hopper GPUs, and the factors made of them: a token of one of two heads per thread.
+"""Running sums of a chunk's log decays on Hopper GPUs, and factors from them: a token of one of two heads per thread.
 
 Mosaic GPU does not lower a sum over the tokens before each token, so single threads compute it by shuffles.
 """
@@ -38,7 +38,7 @@ class Factors(NamedTuple):
 
 
 def load_gates(g: Any, beta: Any, start: Any, count: Any, heads: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    """Loads the log decays and correction strengths of a chunk for two heads, by one warpgroup.
+    """Load the log decays and correction strengths of a chunk for two heads, by one warpgroup.
 
     Args:
         g: Log decays, float32 [tokens, heads], in GMEM.
@@ -53,13 +53,13 @@ def load_gates(g: Any, beta: Any, start: Any, count: Any, heads: Sequence[Any]) 
 
     def body(g: Any, beta: Any, start: Any, count: Any, head: Any, other_head: Any) -> Any:
         thread = hp.thread_index_again()
-        half, token = _place(thread)
+        half, token = _half_and_token(thread)
         is_live = token < count
         column = hp.select(half == 0, head, other_head)
 
         def load(ref: Any) -> list[Any]:
-            place = hp.long_row_address(ref, start + token, ref.shape[1], column)
-            return hp.strided([hp.bitcast(hp.load_if(is_live, place, 32), jnp.float32)])
+            address = hp.long_row_address(ref, start + token, ref.shape[1], column)
+            return hp.strided([hp.bitcast(hp.load_if(is_live, address, 32), jnp.float32)])
 
         return load(g), load(beta)
 
@@ -69,42 +69,42 @@ def load_gates(g: Any, beta: Any, start: Any, count: Any, heads: Sequence[Any]) 
 
 
 def sum_log_decays(log_decays: jax.Array, strengths: jax.Array, per_row: Any, per_column: Any, sums: Any) -> None:
-    """Stores the `Factors` of a chunk for two heads, by one warpgroup, whose warps no longer read the memory's old values.
+    """Store the `Factors` of a chunk for two heads, by one warpgroup, whose warps no longer read the memory's old values.
 
     Args:
-        log_decays: What `load_gates` returns.
-        strengths: The same.
+        log_decays: The first result of `load_gates`.
+        strengths: The second result of `load_gates`.
         per_row: Receives the factors. float32 [2, factors, 64], in SMEM.
-        per_column: Receives the first two of them once more. float32 [2, 2, 64], in SMEM.
+        per_column: Receives the first two factors once more. float32 [2, 2, 64], in SMEM.
         sums: Receives sums of warps, float32 [3, 4], in SMEM.
     """
 
     def body(log_decays: Any, strengths: Any, per_row: Any, per_column: Any, sums: Any) -> None:
         thread = hp.thread_index_again()
-        half, token = _place(thread)
+        half, token = _half_and_token(thread)
         lane, warp = hp.lane_and_warp(thread)
         (x,), (strength,) = hp.elements(log_decays), hp.elements(strengths)
         nothing = hp.f32(0.0)
 
-        def share(kind: int, value: Any, is_source: Any) -> list[Any]:
-            """Returns a value of the first and of the second warp of this thread's head."""
+        def both_warps(kind: int, value: Any, is_source: Any) -> list[Any]:
+            """Return a value of the first and of the second warp of this thread's head."""
             with hp.predicated(is_source):
                 sums[kind, warp] = value
             hp.warpgroup_barrier()
-            places = [half * 2 + n for n in (0, 1)]
-            return [sums[kind, place] for place in places]
+            warps = [half * 2 + n for n in (0, 1)]
+            return [sums[kind, index] for index in warps]
 
         def running(kind: int, x: Any) -> tuple[Any, Any]:
-            """Returns the sum of the values up to this token, and that of all."""
+            """Return the sum of the values up to this token, and the sum of all."""
             for distance in _STEPS:
                 has_earlier = lane >= distance
                 x = x + hp.select(has_earlier, hp.shfl_up(x, distance), nothing)
-            first, second = share(kind, x, lane == LANES - 1)
+            first, second = both_warps(kind, x, lane == LANES - 1)
             in_second = warp & 1 == 1
             return x + hp.select(in_second, first, nothing), second + first
 
         total = hp.sum_over_lanes(x, _STEPS)
-        magic = hp.add(*share(0, total, lane == 0)) * -4.0
+        magic = hp.add(*both_warps(0, total, lane == 0)) * -4.0
         rounded = x + magic - magic
         coarse, coarse_total = running(1, rounded)
         fine, fine_total = running(2, x - rounded)
@@ -112,7 +112,7 @@ def sum_log_decays(log_decays: jax.Array, strengths: jax.Array, per_row: Any, pe
         def log2_of(a: Any, b: Any) -> Any:
             return hp.minimum(a + b, nothing) * LOG2_E
 
-        rest = [whole - part for whole, part in ((coarse_total, coarse), (fine_total, fine))]
+        rest = [total - running for total, running in ((coarse_total, coarse), (fine_total, fine))]
         found = Factors(
             coarse=coarse,
             fine=fine * LOG2_E,
@@ -131,7 +131,7 @@ def sum_log_decays(log_decays: jax.Array, strengths: jax.Array, per_row: Any, pe
 
 
 def scale_tokens(per_row: Any, norms: Any, scales: Any) -> None:
-    """Stores the factors by which the recurrence scales keys, queries and states, for two heads, by one warpgroup.
+    """Store the factors by which the recurrence scales keys, queries and states, for two heads, by one warpgroup.
 
     All arguments are in SMEM.
 
@@ -143,7 +143,7 @@ def scale_tokens(per_row: Any, norms: Any, scales: Any) -> None:
     """
 
     def body(per_row: Any, norms: Any, scales: Any) -> None:
-        half, token = _place(hp.thread_index_again())
+        half, token = _half_and_token(hp.thread_index_again())
         of_key, of_query = (norms[n, token] for n in (0, 1))
         at = Factors()
         loaded = [per_row[half, n, token] for n in (at.before, at.after, at.total)]
@@ -155,6 +155,6 @@ def scale_tokens(per_row: Any, norms: Any, scales: Any) -> None:
     hp.inline(body, *((x, ()) for x in (per_row, norms, scales)))
 
 
-def _place(thread: Any) -> tuple[Any, Any]:
-    """Returns a thread's head, 0 or 1, and its token."""
+def _half_and_token(thread: Any) -> tuple[Any, Any]:
+    """Return a thread's head, 0 or 1, and its token."""
     return thread >> 6, thread & (SIZE - 1)

@@ -1,4 +1,4 @@
-"""Launches the three prefill kernels one after the other, with the arrays that pass from one to the next."""
+"""The launches of the three prefill kernels, and the arrays between them."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ CHUNK_SIZES = (16, 32, 64)
 
 
 def _of_chunk(kernel: Callable[..., None], **options) -> Callable[[Refs], None]:
-    """Makes a kernel of `kernel`, with one program per head and chunk. The programs of empty chunks do nothing."""
+    """Make a kernel of `kernel`, with one program per head and chunk. The programs of empty chunks do nothing."""
 
     def body(refs):
         head, chunk = pt.program_id(0), pt.program_id(1)
@@ -34,7 +34,7 @@ def _of_chunk(kernel: Callable[..., None], **options) -> Callable[[Refs], None]:
 
 
 def unsupported(chunk_size: int, key_dim: int) -> str | None:
-    """Returns the reason why the kernels cannot run chunks of this size and such keys, or None if they can."""
+    """Return the reason why the kernels cannot run chunks of this size and such keys, or None if they can."""
     if chunk_size not in CHUNK_SIZES:
         return f"chunk_size must be one of {CHUNK_SIZES}, got {chunk_size}"
     if key_dim > 128 and device.has_little_shared_memory():
@@ -42,8 +42,8 @@ def unsupported(chunk_size: int, key_dim: int) -> str | None:
     return None
 
 
-def _in_pieces(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    """Describes an array that later kernels multiply, in pieces [pieces, ...]: bfloat16, or one piece of float32."""
+def _in_terms(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """Describe an operand of later kernels in terms [terms, ...]: bfloat16 terms, or one term in float32."""
     if dtype == jnp.bfloat16:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     return jax.ShapeDtypeStruct((1, *shape[1:]), jnp.float32)
@@ -61,18 +61,18 @@ def multiply(
     config: PrefillConfig,
     interpret: bool = False,
 ) -> dict[str, jax.Array]:
-    """Launches the first kernel. Returns its outputs by name, see chunk_intra.py."""
-    size, number = chunks.chunk_size, chunks.seq_idx.shape[0]
+    """Launch the first kernel. Return its outputs by name, see chunk_intra.py."""
+    size, num_chunks = chunks.chunk_size, chunks.seq_idx.shape[0]
     (key_heads, key_dim), value_heads, per_channel = k.shape[1:], g.shape[1], g.ndim == 3
-    array, of_chunk = jax.ShapeDtypeStruct, (value_heads, number, size)
-    outputs = dict(system=array((*of_chunk, size), jnp.float32), attention=_in_pieces(k.dtype, 1, *of_chunk, size))
+    array, of_chunk = jax.ShapeDtypeStruct, (value_heads, num_chunks, size)
+    outputs = dict(system=array((*of_chunk, size), jnp.float32), attention=_in_terms(k.dtype, 1, *of_chunk, size))
     if per_channel:
-        decayed = _in_pieces(k.dtype, config.pieces, *of_chunk, key_dim)
-        outputs |= dict(q_before=_in_pieces(k.dtype, 1, *of_chunk, key_dim), k_before=decayed, k_after=decayed)
-        outputs |= dict(decay=array((value_heads, number, key_dim), jnp.float32))
+        decayed = _in_terms(k.dtype, config.pieces, *of_chunk, key_dim)
+        outputs |= dict(q_before=_in_terms(k.dtype, 1, *of_chunk, key_dim), k_before=decayed, k_after=decayed)
+        outputs |= dict(decay=array((value_heads, num_chunks, key_dim), jnp.float32))
     else:
         outputs |= dict(scales=array((3, *of_chunk), jnp.float32))
-        outputs |= dict(decay=array((value_heads, number), jnp.float32))
+        outputs |= dict(decay=array((value_heads, num_chunks), jnp.float32))
     return pt.call(
         _of_chunk(
             products_per_channel if per_channel else products,
@@ -82,7 +82,7 @@ def multiply(
             interpret=interpret,
         ),
         name="gated_delta_rule_prefill_products",
-        grid=(value_heads if per_channel else key_heads, number),
+        grid=(value_heads if per_channel else key_heads, num_chunks),
         inputs=dict(q=q, k=k, g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
         | (dict(spans=decay_spans(size, last_block(outputs["k_before"]))) if per_channel else {}),
         outputs=outputs,
@@ -93,10 +93,10 @@ def multiply(
 
 
 def invert(
-    system: jax.Array, beta: jax.Array, chunks: Chunks, *, dtype: Any, pieces: int, interpret: bool = False
+    system: jax.Array, beta: jax.Array, chunks: Chunks, *, dtype: Any, terms: int, interpret: bool = False
 ) -> jax.Array:
-    """Launches the second kernel. Returns `solve`, the solved systems times beta, for inputs of `dtype`."""
-    outputs = dict(solve=_in_pieces(dtype, pieces, *system.shape))
+    """Launch the second kernel. Return `solve`, the solved systems times beta, for inputs of `dtype`."""
+    outputs = dict(solve=_in_terms(dtype, terms, *system.shape))
     return pt.call(
         _of_chunk(inverse, size=chunks.chunk_size, interpret=interpret),
         name="gated_delta_rule_prefill_inverse",
@@ -123,14 +123,14 @@ def gated_delta_rule_prefill(
     layout: StateLayout,
     run: Run,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the op that `gated_delta_rule_prefill` in api.py describes, by the Triton kernels."""
+    """Run the op that `gated_delta_rule_prefill` in api.py describes, by the Triton kernels."""
     chunks, interpret = rows.chunks, run.interpret
     size, key_dim, (value_heads, value_dim) = chunks.chunk_size, k.shape[2], v.shape[1:]
     values = value_heads * value_dim * rows.num_rows
     config = run.config or default_prefill_config(values, key_dim, k.dtype.itemsize, g.ndim == 3)
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, config=config, interpret=interpret)
     multiplied = multiply(q, k, g, beta, chunks, **options)
-    launch = dict(dtype=k.dtype, pieces=config.pieces, interpret=interpret)
+    launch = dict(dtype=k.dtype, terms=config.pieces, interpret=interpret)
     multiplied["solve"] = invert(multiplied.pop("system"), beta, chunks, **launch)
     results = pt.call(
         functools.partial(states, size=size, config=config, layout=layout, interpret=interpret),

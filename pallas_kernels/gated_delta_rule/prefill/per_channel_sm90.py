@@ -22,42 +22,42 @@ from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import (
 
 
 def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel.
+    """Launch the kernel.
 
     Args:
-        inputs: What `states.states` reads, by name.
+        inputs: The inputs of `states` in chunk_states.py, by name.
         pool: The states.
         layout: The layout of the states in the pool.
     """
-    v, key_dim, pieces = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
+    v, key_dim, terms = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
     rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
     names, chosen = [*inputs, "pool", "out"], variants(rows, value_heads, value_dim)
-    described = views(chosen, key_dim, pieces, v.dtype, pool.dtype, per_channel=True)
+    described = views(chosen, key_dim, terms, v.dtype, pool.dtype, per_channel=True)
     works = [work_of(variant, rows, value_heads, value_dim) for variant in chosen]
-    programs = [ctas_of(variant, work) for variant, work in zip(chosen, works, strict=True)]
+    ctas = [ctas_of(variant, work) for variant, work in zip(chosen, works, strict=True)]
 
     def body(*arrays):
-        *arrays, memory, barriers_of_forms = arrays
+        *arrays, memory, barriers_of_variants = arrays
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-        program, taken = hp.axis_index("program"), hp.semaphores(1).at[0]
+        cta, taken = hp.axis_index("cta"), hp.semaphores(1).at[0]
         is_first = len(chosen) == 1 or selects_first(refs.query_start_loc, rows, works[0].of_row)
-        each_form = zip(chosen, works, programs, split_by_variant(memory, described), barriers_of_forms, strict=True)
-        for variant, work, count, memory_of, barriers in each_form:
+        of_variants = zip(chosen, works, ctas, split_by_variant(memory, described), barriers_of_variants, strict=True)
+        for variant, work, count, memory_of, barriers in of_variants:
             named = SimpleNamespace(**vars(refs), **barriers)
-            run = functools.partial(chunk_states, variant, named, memory_of, work, program, taken, layout=layout)
-            hp.when((program < count) & is_selected(variant, chosen, is_first))(run)
+            run = functools.partial(chunk_states, variant, named, memory_of, work, cta, taken, layout=layout)
+            hp.when((cta < count) & is_selected(variant, chosen, is_first))(run)
 
     updated = jax.new_ref(pool)
     out = hp.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
-        grid=(max(programs),),
-        grid_names=("program",),
+        grid=(max(ctas),),
+        grid_names=("cta",),
         num_threads=WARPGROUPS,
         thread_name=hp.WARPGROUP,
         scratch_types=[
             hp.RefUnion(*itertools.chain(*described)),
-            [variant.barriers(key_dim, pieces, per_channel=True) for variant in chosen],
+            [variant.barriers(key_dim, terms, per_channel=True) for variant in chosen],
         ],
         kernel_name="gated_delta_rule_prefill_states",
     )(*inputs.values(), updated)

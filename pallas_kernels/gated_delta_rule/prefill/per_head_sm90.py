@@ -5,9 +5,9 @@ products of its own chunk only, so the recurrence goes on while later chunks are
 idle. A semaphore per chunk and key head signals that its products are in GMEM. CTAs that compute products never wait for
 others, and the GPU starts CTAs in order, so all of them end, whatever else runs on it.
 
-CTAs that carry the states of few rows have no products to read at first. Those of a key head in the first row then compute
-the products of its first chunks, one chunk each. They wait for each other too, so the GPU must have an SM for each of the
-CTAs of one key head, which are four in most models.
+CTAs that carry the states of few rows have no products to read at first. The CTAs of a key head in the first row then
+compute the products of its first chunks, one chunk each. They wait for each other too, so the GPU must have an SM for each
+of the CTAs of one key head, which are four in most models.
 """
 
 import functools
@@ -38,7 +38,7 @@ from pallas_kernels.gated_delta_rule.prefill.work_queue_sm90 import Work
 
 
 class Plan(NamedTuple):
-    """How CTAs share the work if one variant runs the recurrence. No result depends on it.
+    """The division of work among CTAs if one variant runs the recurrence. No result depends on it.
 
     An item is a chunk and key head. One warpgroup computes its products.
 
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
 
 def plan(variant: ModuleType, rows: int, value_heads: int, value_dim: int) -> Plan:
-    """Returns the plan of a variant for a number of rows, value heads and value dims."""
+    """Return the plan of a variant for a number of rows, value heads and value dims."""
     work = work_of(variant, rows, value_heads, value_dim)
     if variant is chunk_states_128_sm90:
         # If no CTA has more than one entry, the CTAs that start last end last.
@@ -83,41 +83,43 @@ def prefill(
     scale: float,
     use_qk_l2norm: bool,
     layout: StateLayout,
-    pieces: int,
+    terms: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel. See `gated_delta_rule_prefill` in sm90.py, whose other inputs are in `inputs`."""
+    """Launch the kernel. See `gated_delta_rule_prefill` in sm90.py, whose other inputs are in `inputs`."""
     k, v, rows = inputs["k"], inputs["v"], inputs["read_block"].shape[0]
     (_, key_heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape
-    number = chunks.seq_idx.shape[0]
+    num_chunks = chunks.seq_idx.shape[0]
     plans = [plan(variant, rows, value_heads, value_dim) for variant in variants(rows, value_heads, value_dim)]
     first_plan, last_plan = plans[0], plans[-1]
     given = inputs | dict(g=g, beta=beta)
-    outputs = dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)) | chunk_intra_sm90.outputs(value_heads, number, pieces)
+    outputs = dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)) | chunk_intra_sm90.outputs(
+        value_heads, num_chunks, terms
+    )
     chosen = tuple(each.carrying for each in plans)
     described = [
         chunk_intra_sm90.memory(WARPGROUPS, k.dtype),
-        *views(chosen, key_dim, pieces, v.dtype, pool.dtype, per_channel=False),
+        *views(chosen, key_dim, terms, v.dtype, pool.dtype, per_channel=False),
     ]
     names = [*given, "pool", *outputs]
 
     def body(*arrays):
         *arrays, memory, products_barriers, carrying_barriers, made = arrays
-        of_products, *of_forms = split_by_variant(memory, described)
+        of_products, *of_variants = split_by_variant(memory, described)
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-        counters = hp.semaphores(number * key_heads + 1)  # of items, and of the work queue
-        program, warpgroup = hp.axis_index("program"), hp.axis_index(hp.WARPGROUP)
+        counters = hp.semaphores(num_chunks * key_heads + 1)  # of items, and of the work queue
+        cta, warpgroup = hp.axis_index("cta"), hp.axis_index(hp.WARPGROUP)
         is_first = len(plans) == 1 or selects_first(refs.query_start_loc, rows, first_plan.work.of_row)
         of_plan = lambda one, other: one if len(plans) == 1 else jnp.where(is_first, one, other)
         makers = of_plan(jnp.int32(first_plan.makers), jnp.int32(last_plan.makers))
-        is_maker, index, div, rem = program < makers, program - makers, jax.lax.div, jax.lax.rem
+        is_maker, index, div, rem = cta < makers, cta - makers, jax.lax.div, jax.lax.rem
         # A helper has one item. Of each `step` other items, in order, each warpgroup of a maker has one.
-        items, step = number * key_heads, WARPGROUPS * makers
+        items, step = num_chunks * key_heads, WARPGROUPS * makers
         helpers = of_plan(jnp.int32(first_plan.helpers), jnp.int32(last_plan.helpers))
-        packed = program * WARPGROUPS + warpgroup
-        place = of_plan(
-            *(packed if each.is_packed else warpgroup * makers + program for each in (first_plan, last_plan))
+        packed = cta * WARPGROUPS + warpgroup
+        maker_index = of_plan(
+            *(packed if each.is_packed else warpgroup * makers + cta for each in (first_plan, last_plan))
         )
-        first, of_helpers = helpers + place, jnp.int32(0)
+        first, of_helpers = helpers + maker_index, jnp.int32(0)
         if first_plan.helpers:
             each = jnp.int32(first_plan.helpers // key_heads)
             of_helper = rem(index, each) * key_heads + div(index, each)
@@ -127,32 +129,32 @@ def prefill(
         count = jnp.where(is_maker, div(items - first + step - 1, step), of_helpers)
 
         def chunk_and_head(item):
-            """Returns an item's chunk, which does not exist if there is no such item, and its key head."""
+            """Return an item's chunk, which does not exist if there is no such item, and its key head."""
             return div(item, jnp.int32(key_heads)), rem(item, jnp.int32(key_heads))
 
         def bounds_of(item):
-            """Returns the bounds of an item's chunk, or of the last chunk if there is no such item."""
-            chunk = jnp.minimum(chunk_and_head(item)[0], number - 1)
+            """Return the bounds of an item's chunk, or of the last chunk if there is no such item."""
+            chunk = jnp.minimum(chunk_and_head(item)[0], num_chunks - 1)
             return refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
 
         def gates_of(item, bounds):
-            """Returns the gates of an item's first two value heads, or of others if there is no such item."""
+            """Return the gates of an item's first two value heads, or of others if there is no such item."""
             return chunk_intra_sm90.load_pair(refs, chunk_and_head(item)[1], 0, bounds)
 
         def is_live(carry):
-            """Returns whether there is an item. If a chunk has no tokens, none after it has any."""
+            """Return whether there is an item. If a chunk has no tokens, none after it has any."""
             n, _, (start, end), _ = carry
             return (n < count) & (start < end)
 
         def one(carry):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
             n, here, bounds, gates = carry[0], hp.optimization_barrier(carry[1]), *carry[2:]
-            place = chunk_intra_sm90.place_of(here, of_products, products_barriers)
+            own = chunk_intra_sm90.of_warpgroup(here, of_products, products_barriers)
             item = first + n * step
             chunk, key_head = chunk_and_head(item)
             following = bounds_of(item + step)
             options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
-            chunk_intra_sm90.make_products(refs, place, chunk, key_head, bounds, gates, **options)
+            chunk_intra_sm90.make_products(refs, own, chunk, key_head, bounds, gates, **options)
             gates = gates_of(item + step, following)  # they arrive while this one waits
             hp.wait_smem_to_gmem(0)
             hp.semaphore_signal(counters.at[item])
@@ -166,7 +168,7 @@ def prefill(
             named = SimpleNamespace(**vars(refs), **barriers)
 
             def begin():
-                """Waits until no warpgroup computes products, which are in the same SMEM."""
+                """Wait until no warpgroup computes products, which use the same SMEM."""
                 if own.helpers:
                     hp.commit_smem()
                     hp.barrier_arrive(made)
@@ -175,24 +177,22 @@ def prefill(
             taken, options = counters.at[items], dict(layout=layout, wait_for_products=wait, begin=begin)
             chunk_states(own.carrying, named, memory, own.work, index, taken, **options)
 
-        for own, memory, barriers in zip(plans, of_forms, carrying_barriers, strict=True):
+        for own, memory, barriers in zip(plans, of_variants, carrying_barriers, strict=True):
             is_own = is_selected(own.carrying, chosen, is_first)
-            hp.when((program >= makers) & (index < own.carriers) & is_own)(
-                functools.partial(carry, own, memory, barriers)
-            )
+            hp.when((cta >= makers) & (index < own.carriers) & is_own)(functools.partial(carry, own, memory, barriers))
 
     updated = jax.new_ref(pool)
     out, *_ = hp.kernel(
         body,
         out_type=tuple(outputs.values()),
         grid=(max(each.makers + each.carriers for each in plans),),
-        grid_names=("program",),
+        grid_names=("cta",),
         num_threads=WARPGROUPS,
         thread_name=hp.WARPGROUP,
         scratch_types=[
             hp.RefUnion(*itertools.chain(*described)),
             chunk_intra_sm90.barriers(WARPGROUPS, key_dim),
-            [variant.barriers(key_dim, pieces, per_channel=False) for variant in chosen],
+            [variant.barriers(key_dim, terms, per_channel=False) for variant in chosen],
             hp.Barrier(num_arrivals=WARPGROUPS),
         ],
         compiler_params=hp.fast_math(),

@@ -1,4 +1,4 @@
-"""Launches the prefill kernels of Hopper GPUs one after the other."""
+"""The launches of the prefill kernels of Hopper GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def gated_delta_rule_prefill(
     use_qk_l2norm: bool,
     layout: StateLayout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the op that `gated_delta_rule_prefill` in api.py describes. Decays per head have a launch of their own."""
+    """Run the op that `gated_delta_rule_prefill` in api.py describes. Decays per head have a launch of their own."""
     per_channel, chunks, values = g.ndim == 3, rows.chunks, v.shape[1] * v.shape[2] * rows.num_rows
     config = default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
@@ -34,6 +34,6 @@ def gated_delta_rule_prefill(
     if rows.checkpoints is not None:
         inputs |= dict(checkpoint_offset=rows.checkpoints.offset, checkpoint_block=rows.checkpoints.block)
     if not per_channel:
-        return prefill(inputs, g, beta, chunks, pool, **options, layout=layout, pieces=config.pieces)
+        return prefill(inputs, g, beta, chunks, pool, **options, layout=layout, terms=config.pieces)
     inputs |= products_per_channel(q, k, g, beta, chunks, **options)
     return states(inputs, pool, layout=layout)

@@ -15,7 +15,7 @@ from pallas_kernels._tiles import BLOCK, iota, store_pieces
 def inverse(
     refs: Refs, head: jax.Array, chunk: jax.Array, start: jax.Array, end: jax.Array, *, size: int, interpret: bool
 ) -> None:
-    """Handles one chunk and value head, by forward substitution, whose error is only rounding, whatever L holds.
+    """Handle one chunk and value head, by forward substitution, whose error is only rounding, whatever L holds.
 
     The blocks of 16 on the diagonal are inverted row by row, all of them at once. The blocks below the diagonal then
     follow by products of blocks.

@@ -1,4 +1,4 @@
-"""Which variant of the recurrence a launch on Hopper GPUs runs: CTAs of 64 value dims, or of 128.
+"""The variant of the recurrence that a launch on Hopper GPUs runs: CTAs of 64 value dims, or of 128.
 
 CTAs of 64 value dims take less time for a row, and there are twice as many of them. They run where they leave SMs idle, or
 where the total work, spread over the SMs, takes no longer than the longest row. A launch for several rows has the code of
@@ -18,28 +18,28 @@ from pallas_kernels.gated_delta_rule.prefill import chunk_states_64_sm90, chunk_
 from pallas_kernels.gated_delta_rule.prefill.work_queue_sm90 import Work
 from pallas_kernels.hopper.prefill_rows import TILE
 
-SMS = 132  # of a Hopper GPU. With another number launches are slower, and their results are the same.
+SMS = 132  # SMs of a Hopper GPU. With more or fewer, launches are slower, and their results are the same.
 # The most rows of a launch with both variants. It has CTAs for the first one, half of which idle in the second one.
 _MOST_ROWS = 8
 
 
 def _splits_of(variant: ModuleType, value_dim: int) -> int:
-    """Returns the number of CTAs over which a variant splits the value dims of a head."""
+    """Return the number of CTAs over which a variant splits the value dims of a head."""
     return value_dim // TILE // (chunk_states_128_sm90.TILES if variant is chunk_states_128_sm90 else 1)
 
 
 def work_of(variant: ModuleType, rows: int, value_heads: int, value_dim: int) -> Work:
-    """Returns the work queue of a variant."""
+    """Return the work queue of a variant."""
     return Work(rows, value_heads, _splits_of(variant, value_dim))
 
 
 def ctas_of(variant: ModuleType, work: Work) -> int:
-    """Returns the number of CTAs that run a variant. In the second one, each takes several entries."""
+    """Return the number of CTAs that run a variant. In the second one, each takes several entries."""
     return min(work.total, SMS) if variant is chunk_states_128_sm90 else work.total
 
 
 def variants(rows: int, value_heads: int, value_dim: int) -> tuple[ModuleType, ...]:
-    """Returns the modules of the variants in a launch for some rows and heads: one, or both."""
+    """Return the modules of the variants in a launch for some rows and heads: one, or both."""
     splits = _splits_of(chunk_states_64_sm90, value_dim)
     if rows * value_heads * splits <= SMS or splits % chunk_states_128_sm90.TILES:
         return (chunk_states_64_sm90,)
@@ -57,17 +57,17 @@ def chunk_states(
     begin: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> None:
-    """Runs a CTA of a variant.
+    """Run a CTA of a variant.
 
     Args:
         variant: The variant's module.
         refs: See chunk_states_64_sm90.py.
         memory: See chunk_states_64_sm90.py.
         work: The work queue of this variant.
-        cta: The index of the CTA among those that run the recurrence. In the first variant it runs this entry.
+        cta: The CTA's index among the CTAs that run the recurrence. In the first variant it runs this entry.
         queue: The counter from which CTAs of the second variant take entries, see chunk_states_128_sm90.py.
         begin: See chunk_states_64_sm90.py. In the second variant no CTA computes products before the recurrence.
-        **options: The other arguments, which both variants take.
+        **options: The arguments that both variants take.
     """
     if variant is chunk_states_128_sm90:
         chunk_states_128_sm90.chunk_states(refs, memory, work, queue, **options)
@@ -76,7 +76,7 @@ def chunk_states(
 
 
 def selects_first(query_start_loc: Any, rows: int, ctas: int) -> jax.Array:
-    """Returns whether a launch with both variants runs the first one, in a kernel.
+    """Return whether a launch with both variants runs the first one, in a kernel.
 
     Args:
         query_start_loc: Index of each row's first token, in GMEM.
@@ -89,21 +89,21 @@ def selects_first(query_start_loc: Any, rows: int, ctas: int) -> jax.Array:
 
 
 def is_selected(variant: ModuleType, chosen: tuple[ModuleType, ...], is_first: Any) -> Any:
-    """Returns whether a launch with the variants `chosen` runs `variant`, given whether it runs the first one."""
+    """Return whether a launch with the variants `chosen` runs `variant`, given whether it runs the first one."""
     if len(chosen) == 1:
         return True
     return is_first if variant is chosen[0] else ~is_first
 
 
 def views(
-    chosen: tuple[ModuleType, ...], key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channel: bool
+    chosen: tuple[ModuleType, ...], key_dim: int, terms: int, dtype: Any, pool_dtype: Any, *, per_channel: bool
 ) -> list[list[Any]]:
-    """Returns each variant's views of SMEM. All are views of the same bytes."""
-    return [variant.memory(key_dim, pieces, dtype, pool_dtype, per_channel=per_channel) for variant in chosen]
+    """Return each variant's views of SMEM. All are views of the same bytes."""
+    return [variant.memory(key_dim, terms, dtype, pool_dtype, per_channel=per_channel) for variant in chosen]
 
 
 def split_by_variant(memory: Any, described: list[list[Any]]) -> list[list[Any]]:
-    """Splits a flat list of SMEM references into one list per variant, in the order of `described`."""
+    """Split a flat list of SMEM references into one list per variant, in the order of `described`."""
     found, rest = [], list(memory)
     for each in described:
         found.append(rest[: len(each)])

@@ -1,4 +1,4 @@
-"""A launch's heads of rows as a work queue, from which CTAs on Hopper GPUs take one entry after the other."""
+"""The work queue of a launch, from which CTAs on Hopper GPUs take one entry after the other."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ class Work(NamedTuple):
     Attributes:
         rows: The number of rows.
         value_heads: The number of value heads of each row.
-        splits: The number of entries of a head, each of which has as many value dims.
+        splits: The number of entries of a head, which have equally many value dims.
     """
 
     rows: int
@@ -32,26 +32,26 @@ class Work(NamedTuple):
         return self.rows * self.of_row
 
     def indices_of(self, ticket: Any) -> tuple[Any, Any, Any]:
-        """Returns the row, the value head and the split of an entry, given its index. Neighbours share keys."""
+        """Return the row, the value head and the split of an entry, given its index. Neighbours have the same keys."""
         divide = lambda x, by: (jax.lax.div(x, jnp.int32(by)), jax.lax.rem(x, jnp.int32(by)))
         rest, split = divide(ticket, self.splits)
         return *divide(rest, self.value_heads), split
 
 
-def store_entry(numbers: Any, entry: Any, first: int) -> None:
-    """Stores int32 numbers in an array in SMEM, from the index `first` on, by one warpgroup."""
+def store_entry(fields: Any, entry: Any, first: int) -> None:
+    """Store int32 fields in an array in SMEM, from the index `first` on, by one warpgroup."""
 
-    def body(entry: Any, *numbers: Any) -> None:
+    def body(entry: Any, *fields: Any) -> None:
         with hp.predicated(hp.thread_index_again() == 0):
-            for n, number in enumerate(numbers, first):
-                entry[n] = number
+            for n, field in enumerate(fields, first):
+                entry[n] = field
         hp.warpgroup_barrier()
 
-    hp.inline(body, (entry, ()), *numbers)
+    hp.inline(body, (entry, ()), *fields)
 
 
 def take(queue: Any, ticket: Any) -> None:
-    """Takes the next entry of a queue, by one warpgroup.
+    """Take the next entry of a queue, by one warpgroup.
 
     Args:
         queue: The number of entries that CTAs have taken: one of `hp.semaphores`.
