@@ -30,7 +30,7 @@ def selective_state_update(
     dt_softplus: bool = True,
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
-    """Runs Mamba's recurrence over decode and verify rows, in one launch, and keeps the state after each token.
+    """Run Mamba's recurrence over decode and verify rows, in one launch, and keep the state after each token.
 
     The state after token t of row r is written to `rows.write[r, t]`. For one head with its group of B and C, its state S
     [head_dim, state_dim] and one token::
@@ -66,9 +66,9 @@ def selective_state_update(
 
     Raises:
         ValueError: if a shape or dtype breaks the contract, or if the rows lack a field.
-        UnsupportedError: if `run` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes arrays of 16
-            or 32 bits, parameters per head, as Mamba-2 has, head_dim in multiples of 64, 128, 256 or 512 bytes of state per
-            channel, and no configuration, and needs JAX 0.11.2 or newer.
+        UnsupportedError: if `run` names a kernel that cannot run these arguments. The "mosaic_gpu" kernel takes arrays of
+            16 or 32 bits, parameters per head, as Mamba-2 has, head_dim in multiples of 64, 128, 256 or 512 bytes of
+            state per channel, and no configuration, and needs JAX 0.11.2 or newer.
     """
     name = "selective_state_update"
     rows, run = rows.having(name, "read", "write"), run.checked(name, Config)
@@ -94,7 +94,7 @@ def _update(operands, dt_softplus, run):
 
 
 def _mosaic_gpu(operands, dt_softplus, run):
-    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(run):
         return reason
     from pallas_kernels.selective_state_update import sm90

@@ -16,7 +16,7 @@ class Config:
         num_warps: The number of warps per program.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field has a value that is not allowed.
     """
 
     block_dim: int
@@ -32,7 +32,7 @@ class Config:
 
 
 def default_config(window: int, state_dim: int, itemsize: int) -> Config:
-    """Returns the configuration for rows of at most `window` tokens and states of `itemsize` bytes.
+    """Return the configuration for rows of at most `window` tokens and states of `itemsize` bytes.
 
     Tiles are small enough for one warp to handle them without shared memory. A kernel that uses shared memory would
     lose most of the L1 cache to it when XLA launches it. The order of sums is set by the segment and, if that is too

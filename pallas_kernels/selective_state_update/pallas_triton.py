@@ -17,7 +17,7 @@ from pallas_kernels.selective_state_update.config import default_config
 def _recurrence(
     head: jax.Array, tiles: list[Lanes], columns: Lanes, *, refs: Refs, dt_softplus: bool
 ) -> _state_rows.Recurrence:
-    """Makes the recurrence of one head, for `_state_rows.advance_rows`.
+    """Make the recurrence of one head, for `_state_rows.advance_rows`.
 
     Args:
         head: The head.
@@ -30,11 +30,11 @@ def _recurrence(
     group = head // (refs.pool.shape[2] // refs.B.shape[1])
 
     def vector(ref, token):
-        """Loads B or C of the head's group, folded into segments."""
+        """Load B or C of the head's group, folded into segments."""
         return pt.load(ref.at[token, group, column], mask=column_inside, other=0.0)
 
     def channels(ref, *at):
-        """Loads for each tile a number per channel, or the head's one number. Returns [] if there is no such array."""
+        """Load for each tile a value per channel, or the head's one value. Return [] if there is no such array."""
         if ref is None:
             return []
         if len(ref.shape) == len(at) + 1:
@@ -42,7 +42,7 @@ def _recurrence(
         return [pt.load(ref.at[(*at, head, channel)], mask=inside, other=0.0) for channel, inside in tiles]
 
     def rates():
-        """Loads A for each tile, in units of log 2, because exp2 is the fastest exponential."""
+        """Load A for each tile, in units of log 2, because exp2 is the fastest exponential."""
         if len(refs.A.shape) == 1:
             return [refs.A[head].astype(jnp.float32) * pt.LOG2_E] * len(tiles)
 
@@ -61,7 +61,7 @@ def _recurrence(
         return rates(), channels(refs.D), channels(refs.dt_bias)
 
     def fold(per_channel):
-        """Shapes a number per channel to broadcast against a tile of the state."""
+        """Shape a value per channel to broadcast against a tile of the state."""
         return per_channel if per_channel.ndim == 0 else per_channel[None, :, None]
 
     def advance(parameters, inputs, states):
@@ -94,7 +94,7 @@ def selective_state_update(
     dt_softplus: bool,
     run: Run,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel. See api.py."""
+    """Launch the kernel. See api.py."""
     config = run.config or default_config(rows.write.shape[1], pool.shape[-1], pool.dtype.itemsize)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
 

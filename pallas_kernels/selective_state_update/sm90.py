@@ -19,11 +19,11 @@ def unsupported(
     x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, pool: jax.Array, D: jax.Array | None,
     z: jax.Array | None, dt_bias: jax.Array | None,
 ) -> str | None:  # fmt: skip
-    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    """Return the reason why the kernel cannot run these arguments, or None if it can."""
     of_head = dict(dt=(dt, 2), A=(A, 1), D=(D, 1), dt_bias=(dt_bias, 1))
     for name, (array, ndim) in of_head.items():
         if array is not None and array.ndim != ndim:
-            return f"{name} must have a number per head, got {list(array.shape)}"
+            return f"{name} must have a value per head, got {list(array.shape)}"
     return state_warps.unsupported(pool, *(each for each in (x, dt, A, B, C, D, z, dt_bias) if each is not None))
 
 
@@ -39,7 +39,7 @@ class _StateSpace:
         self.skip, self.bias = optional("D"), optional("dt_bias")
 
     def take(self, token: Any) -> list[Any]:
-        """Loads the lane's part of B and C, the step size, and the input and the gate of its own state row."""
+        """Load the lane's columns of B and C, the step size, and the input and the gate of its own state row."""
         refs, warp = self.refs, self.warp
         vectors = [warp.load_columns(ref, token, self.group, warp.column) for ref in (refs.B, refs.C)]
         channels = [refs.x, refs.z] if hasattr(refs, "z") else [refs.x]
@@ -47,14 +47,14 @@ class _StateSpace:
         return [*vectors, refs.dt[token, self.head].astype(jnp.float32), *of_row]
 
     def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
-        """Advances the state by one token, and returns the output of the lane's own state row."""
+        """Advance the state by one token, and return the output of the lane's own state row."""
         B, C, dt, x, *z = inputs
         B, C = (hp.unpack(each.astype(jnp.float32)) for each in (B, C))
         dt = dt if self.bias is None else dt + self.bias
         dt = hp.softplus(dt) if self.dt_softplus else dt
         decay, sums = hp.exp(self.rate * dt), []
-        for part, factor in zip(state, self.warp.of_each_load(dt * x), strict=True):
-            after = [hp.fma(factor, k, decay * s) for k, s in zip(B, part, strict=True)]
+        for slice_, factor in zip(state, self.warp.of_each_load(dt * x), strict=True):
+            after = [hp.fma(factor, k, decay * s) for k, s in zip(B, slice_, strict=True)]
             sums.append(self.warp.product(after, C))
             keep(after)
         y = self.warp.whole_sum(sums)
@@ -76,7 +76,7 @@ def selective_state_update(
     *,
     dt_softplus: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel. See api.py."""
+    """Launch the kernel. See api.py."""
     inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     return state_warps.advance_states(
         "selective_state_update",

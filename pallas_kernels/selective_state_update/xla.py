@@ -22,12 +22,12 @@ def selective_state_update(
     *,
     dt_softplus: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances all rows in one loop over the tokens. See api.py."""
+    """Advance all rows in one loop over the tokens. See api.py."""
     heads = x.shape[1]
     token_row, token_offset, _ = token_rows(rows.query_start_loc, x.shape[0])
 
     def per_channel(v):
-        """Shapes a number per head or per channel to [heads, 1] or [heads, head_dim]."""
+        """Shape values per head or per channel to [heads, 1] or [heads, head_dim]."""
         return v.astype(jnp.float32).reshape(heads, -1)
 
     A = A.astype(jnp.float32).reshape(heads, *(A.shape[1:] or (1, 1)))
@@ -48,8 +48,8 @@ def selective_state_update(
         out = out.at[token].set(y.astype(out.dtype))
         return state, out, write_blocks(pool, rows.layer, rows.write[row, offset], state)
 
-    # Every token runs in the same loop body of one shape, and the loop has as many turns as there are tokens. A row's
-    # bits therefore depend neither on other rows nor on the amount of padding.
+    # Every token runs in the same loop body of one shape, and the loop has one iteration per token. A row's bits
+    # therefore depend neither on other rows nor on the amount of padding.
     carry = jnp.zeros(pool.shape[2:], jnp.float32), jnp.zeros_like(x), pool
     _, out, pool = jax.lax.fori_loop(rows.query_start_loc[0], rows.query_start_loc[-1], advance, carry)
     return out, pool

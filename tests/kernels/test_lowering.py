@@ -123,7 +123,7 @@ def test_deferred_states_lower_by_mosaic_gpu(state_dtype, tokens):
         case = deferred_mamba2_cases.Case("any", (tokens,) * 8, state_dtype=state_dtype, **dims)
         text = lower_selective_state_deferred("NVIDIA H200", case, implementation="mosaic_gpu")
         assert "mosaic_gpu" in text
-        assert "selective_state_deferred_weights" in text
+        assert "selective_state_deferred_coefficients" in text
 
 
 UPDATES = [

@@ -31,19 +31,19 @@ def selective_state_deferred(
     dt_softplus: bool = True,
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens heads head_dim"], Pool, Mamba2Entries]:
-    """Runs Mamba-2's recurrence over decode and verify rows, and writes a state only where a group of tokens ends.
+    """Run Mamba-2's recurrence over decode and verify rows, and write a state only where a group of tokens ends.
 
     It computes what `selective_state_update` computes, which has the equations. Instead of a state after each token it
-    keeps an entry for each token in a ring. Positions are cut into groups of L = places // 2 tokens, at the multiples of
-    L. An entry is (x, B, dt, g), where dt is the step size after bias and softplus, and g = A dt. For one head::
+    keeps an entry for each token in a ring. Positions are cut into groups of L = ring_slots // 2 tokens, at the multiples
+    of L. An entry is (x, B, dt, g), where dt is the step size after bias and softplus, and g = A dt. For one head::
 
         S[p] = exp(g[base] + .. + g[p - 1]) S[base]
              + the sum over base <= i < p of exp(g[i + 1] + .. + g[p - 1]) dt[i] x[i] B[i]^T
 
-    Let position be the row's `num_computed_tokens`, and slot, base and block what its `fold` says. A row has its state S at
-    position base in the block `read`, and the entries of the positions from base to position - 1 in the ring of its slot,
-    position i at place i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The row adds the entries of its
-    own tokens and then
+    Let position be the row's `num_computed_tokens`, and slot, base and block the fields of its `fold`. A row has its
+    state S at position base in the block `read`, and the entries of the positions from base to position - 1 in the ring
+    of its slot, position i in ring slot i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The row adds
+    the entries of its own tokens and then
 
     - if position >= E, it folds the group: S at position E is written to the block `fold.block` and used by the row's
       tokens. The caller's next base is E.
@@ -56,11 +56,11 @@ def selective_state_deferred(
     without tokens take no part. The blocks of rows that do not fold are not touched.
 
     Numerics: sums are float32. Entries are exact, and a state is rounded to the pool's dtype by a fold. Every sum over a
-    group has the order of the group's places. So a state at a multiple of L and the output of an accepted token depend, to
-    the bit, on the state from which the row started and on the accepted tokens, and not on how many came with a call,
-    what other rows are, or which drafts were rejected, as long as those are finite. The kernels multiply on tensor cores,
-    bfloat16 values as they are and float32 values in pieces of bfloat16: three for a float32 pool (a relative error of
-    2^-24), two otherwise, or as many as the configuration of "triton" says.
+    group has the order of the group's positions. So a state at a multiple of L and the output of an accepted token
+    depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how many came with
+    a call, what other rows are, or which drafts were rejected, as long as those are finite. The kernels multiply on
+    tensor cores, bfloat16 values as they are and float32 values in bfloat16 terms: three for a float32 pool (a relative
+    error of 2^-24), two otherwise, or as many as the configuration of "triton" says.
 
     Sources: Dao, Gu, "Transformers are SSMs" (2024), for the sum over entries; ReplaySSM of the Dao lab for a cache of
     entries instead of states.
@@ -88,7 +88,7 @@ def selective_state_deferred(
 
     Raises:
         ValueError: if a shape or dtype breaks the contract, if the rows lack a field, or if 2 * max_query_tokens - 2 is not
-            less than L: a row would then write places that it reads.
+            less than L: a row would then write ring slots that it reads.
         UnsupportedError: if `run` names "mosaic_gpu" and the kernel cannot run these arguments.
     """
     name = "selective_state_deferred"
@@ -131,7 +131,7 @@ def _deferred(operands, dt_softplus, run):
 
 
 def _mosaic_gpu(operands, dt_softplus, run):
-    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(run):
         return reason
     from pallas_kernels.selective_state_update.deferred import sm90

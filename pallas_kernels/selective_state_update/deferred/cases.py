@@ -24,13 +24,13 @@ class Case:
 
     def pool_shapes(self, layers: int, blocks: int, slots: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """The shapes and dtypes of the pool and the ring, by the names of the op's arguments."""
-        places = 2 * self.group
+        ring_slots = 2 * self.group
         return dict(
             pool=((layers, blocks, self.heads, self.head_dim, self.state_dim), self.state_dtype),
-            ring_x=((layers, slots, self.heads, places, self.head_dim), self.dtype),
-            ring_B=((layers, slots, self.groups, places, self.state_dim), self.dtype),
-            ring_dt=((layers, slots, self.heads, places), "float32"),
-            ring_g=((layers, slots, self.heads, places), "float32"),
+            ring_x=((layers, slots, self.heads, ring_slots, self.head_dim), self.dtype),
+            ring_B=((layers, slots, self.groups, ring_slots, self.state_dim), self.dtype),
+            ring_dt=((layers, slots, self.heads, ring_slots), "float32"),
+            ring_g=((layers, slots, self.heads, ring_slots), "float32"),
         )
 
 

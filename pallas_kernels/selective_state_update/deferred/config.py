@@ -12,13 +12,13 @@ class DeferredConfig:
     Attributes:
         block_dim: The number of state rows (channels) per program, at least 16. It changes no bit.
         num_warps: The number of warps per program.
-        pieces: The number of bfloat16 pieces into which float32 values are split for products. The relative error is
-            2^-8 with one piece, 2^-16 with two and 2^-24 with three.
+        pieces: The number of bfloat16 terms into which float32 values are split for products. The relative error is
+            2^-8 with one term, 2^-16 with two and 2^-24 with three.
         dims_first: Whether the product with the state is computed as [channels, tokens] and not as [tokens, channels].
             With four warps and 64 channels, [channels, tokens] uses the tensor cores' wider instruction.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field has a value that is not allowed.
     """
 
     block_dim: int
@@ -32,7 +32,7 @@ class DeferredConfig:
 
 
 def default_config(state_dim: int, itemsize: int) -> DeferredConfig:
-    """Returns the configuration for states of `itemsize` bytes.
+    """Return the configuration for states of `itemsize` bytes.
 
     It depends on the state alone, because it determines the order of sums.
     """

@@ -14,7 +14,7 @@ from pallas_kernels._check import Arguments
 class Mamba2Entries(Arguments):
     """The entries that deferred states of Mamba-2 keep, one for each token, in a ring for each layer and slot.
 
-    A ring has two places for each token of a group. Its places that hold no entry of the slot's row may hold anything.
+    A ring has two ring slots for each token of a group. A ring slot without an entry of its row is undefined.
 
     Attributes:
         x: Inputs of the entries, in the dtype of the op's inputs.
@@ -23,10 +23,10 @@ class Mamba2Entries(Arguments):
         g: Log decays of the entries, A dt.
     """
 
-    x: Float[Array, "layers slots heads places head_dim"]
-    B: Float[Array, "layers slots groups places state_dim"]
-    dt: Float32[Array, "layers slots heads places"]
-    g: Float32[Array, "layers slots heads places"]
+    x: Float[Array, "layers slots heads ring_slots head_dim"]
+    B: Float[Array, "layers slots groups ring_slots state_dim"]
+    dt: Float32[Array, "layers slots heads ring_slots"]
+    g: Float32[Array, "layers slots heads ring_slots"]
 
     @property
     def by_name(self) -> dict[str, jax.Array]:
@@ -35,5 +35,5 @@ class Mamba2Entries(Arguments):
 
     @classmethod
     def of(cls, results: Mapping[str, jax.Array]) -> "Mamba2Entries":
-        """Takes the arrays from a kernel's results by these names."""
+        """Take the arrays from a kernel's results by these names."""
         return cls(results["ring_x"], results["ring_B"], results["ring_dt"], results["ring_g"])

@@ -1,7 +1,7 @@
 """Deferred states of Mamba-2 as a Pallas kernel. A program has some channels of one head of one row, and reads them once.
 
-The C of a row's tokens are one tile, which one product takes to the state and one to the B of the group's entries. The
-products with B, times the decays, are the weights of the entries' x: a product of small tiles.
+The C of a row's tokens are one tile. One product multiplies it by the state, and one by the B of the group's entries. The
+products with B, times the decays, are the attention over the entries' x: a product of small tiles.
 """
 
 import functools
@@ -26,12 +26,12 @@ class _Group(NamedTuple):
     """A group's entries of accepted tokens and of this call's. Everything else is 0.
 
     Attributes:
-        x: Inputs, [places, channels].
-        B: Input projections, [places, states].
-        dt: Step sizes, [places].
-        g: Log decays, [places].
-        new: Which places belong to tokens of this call, [places].
-        at: The indices of the places in the ring, [places].
+        x: Inputs, [group_slots, channels].
+        B: Input projections, [group_slots, states].
+        dt: Step sizes, [group_slots].
+        g: Log decays, [group_slots].
+        new: Which slots belong to tokens of this call, [group_slots].
+        at: The slots' indices in the ring, [group_slots].
     """
 
     x: jax.Array
@@ -43,7 +43,7 @@ class _Group(NamedTuple):
 
 
 def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_softplus: bool, interpret: bool) -> None:
-    """Handles one row, head and block of channels.
+    """Handle one row, head and block of channels.
 
     Args:
         refs: Reads the arguments of `selective_state_deferred`, updates `pool`, `ring_x`, `ring_B`, `ring_dt` and
@@ -54,9 +54,9 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
         interpret: Whether the kernel runs as plain JAX.
     """
     tokens, rows = refs.xBC.shape[0], refs.slot.shape[0]
-    heads, places, head_dim = refs.ring_x.shape[2:]
+    heads, ring_slots, head_dim = refs.ring_x.shape[2:]
     groups, _, state_dim = refs.ring_B.shape[2:]
-    length, repeats = places // 2, heads // groups
+    length, repeats = ring_slots // 2, heads // groups
     block, head, row = pt.program_id(0), pt.program_id(1), pt.program_id(2)
     group = jax.lax.div(head, jnp.int32(repeats))
     # Everything that addresses depend on is loaded here, before any branch.
@@ -78,22 +78,22 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
     of_x, of_B = head * head_dim, heads * head_dim + group * state_dim
     of_C = of_B + groups * state_dim
     product = functools.partial(dot, interpret=interpret)
-    narrow = 2 if refs.xBC.dtype.itemsize == 2 else 3  # pieces of what only outputs depend on
+    narrow = 2 if refs.xBC.dtype.itemsize == 2 else 3  # bfloat16 terms of operands that only outputs depend on
 
     def state_at(block):
-        """Returns the program's part of a block's state, and which of its elements exist."""
+        """Return the program's tile of a block's state, and which of its elements exist."""
         mask = channel_inside[:, None] & column_inside[None, :] & (block != NULL_BLOCK)
         return refs.pool.at[layer, block, head, channel[:, None], column[None, :]], mask
 
     def load_group(first: jax.Array, low: jax.Array) -> _Group:
-        """Loads what the group that starts at position `first` has from position `low` on."""
+        """Load the entries from position `low` on of the group that starts at position `first`."""
         of = first + index
         inside = (index < length) & (of >= low)
         old, new = inside & (of < position), inside & (of >= position) & (of < position + count)
-        at, token = jax.lax.rem(first, jnp.int32(places)) + index, start + of - position
+        at, token = jax.lax.rem(first, jnp.int32(ring_slots)) + index, start + of - position
 
         def tile(ring, owner, of_call, lane, exists):
-            """Loads the tile [places, lane] of `ring`, in which this call's tokens come from xBC."""
+            """Load the tile [group_slots, lanes] of `ring`, in which this call's tokens come from xBC."""
             kept = pt.load(
                 ring.at[layer, slot, owner, at[:, None], lane[None, :]],
                 mask=old[:, None] & exists[None, :],
@@ -107,13 +107,13 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
         dt = pt.load(refs.dt.at[token, head], mask=new, other=0.0).astype(jnp.float32)
         dt = dt if dt_bias is None else dt + dt_bias
         dt = softplus(dt) if dt_softplus else dt
-        # A place that is neither old nor new gets 0.
+        # A slot that is neither old nor new gets 0.
         of_head = (pt.load(ring.at[layer, slot, head, at], mask=old, other=0.0) for ring in (refs.ring_dt, refs.ring_g))
         dt, g = (jnp.where(new, call, kept) for call, kept in zip((dt, rate * dt), of_head, strict=True))
         return _Group(x, B, dt, g, new, at)
 
     def store_entries(entries: _Group) -> None:
-        """Stores this call's tokens in the ring. What programs share is stored by one of them."""
+        """Store this call's tokens in the ring. Entries that several programs have are stored by one of them."""
         new, once = entries.new, entries.new & (block == 0)
         at = refs.ring_x.at[layer, slot, head, entries.at[:, None], channel[None, :]]
         pt.store(at, entries.x, mask=new[:, None] & channel_inside[None, :])
@@ -124,50 +124,50 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
         pt.store(at, entries.B, mask=stores[:, None] & column_inside[None, :])
 
     def fold(state: jax.Array) -> jax.Array:
-        """Returns the state at the end of the first group, and keeps it if all of the group is accepted."""
+        """Return the state at the end of the first group, and keep it if all of the group is accepted."""
         entries = load_group(first_group, base)
         g = entries.g
         later = index[None, :] > index[:, None]
-        weight = jnp.exp(jnp.sum(jnp.where(later, g[None, :], 0.0), axis=1)) * entries.dt
-        weighted = operand(weight[:, None] * entries.x.astype(jnp.float32), config.pieces)
-        added = product(weighted, operand(entries.B), contract=(0, 0))
+        factor = jnp.exp(jnp.sum(jnp.where(later, g[None, :], 0.0), axis=1)) * entries.dt
+        decayed = operand(factor[:, None] * entries.x.astype(jnp.float32), config.pieces)
+        added = product(decayed, operand(entries.B), contract=(0, 0))
         folded = (jnp.exp(jnp.sum(g)) * state.astype(jnp.float32) + added).astype(state.dtype)
         at, mask = state_at(fold_to)
         pt.store(at, folded, mask=mask & (position >= boundary))
         return folded
 
     def multiply(C: jax.Array, state: jax.Array) -> jax.Array:
-        """Multiplies the C of tokens with the state. Returns [tokens, channels]."""
+        """Multiply the C of tokens with the state. Return [tokens, channels]."""
         C_, state_ = operand(C), operand(state, config.pieces)
         if config.dims_first:
             return product(state_, C_, contract=(1, 1)).T
         return product(C_, state_, contract=(1, 1))
 
     def stage(n: jax.Array, nothing: None) -> None:
-        """Runs the tokens in the first group (n = 0), or folds that group and runs the tokens in the next one (n = 1)."""
+        """Run the tokens in the first group (n = 0), or fold that group and run the tokens in the next one (n = 1)."""
         folds = n == 1
         first = first_group + n * length
         low = jnp.where(folds, first, base)
         at, mask = state_at(read)
         state = pt.load(at, mask=mask, other=0.0)
         inside = (vector < count) & (position + vector >= low) & (position + vector < first + length)
-        token, place = start + vector, position + vector - first
+        token, in_group = start + vector, position + vector - first
         C = refs.xBC.at[token[:, None], of_C + column[None, :]]
         C = pt.load(C, mask=inside[:, None] & column_inside[None, :], other=0.0)
         entries = load_group(first, low)
         store_entries(entries)
 
-        # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
+        # A sum of log decays is a product with zeros and ones, which three bfloat16 terms make exact but for the sum itself.
         g = entries.g
-        until = index[None, :] <= place[:, None]
+        until = index[None, :] <= in_group[:, None]
         later = jnp.where(index[None, :] > index[:, None], g[None, :], 0.0)
         between = product(until.astype(jnp.bfloat16), operand(later), contract=(1, 1))
         of_state = jnp.exp(jnp.sum(jnp.where(until, g[None, :], 0.0), axis=1))
-        weight = product(operand(C), operand(entries.B), contract=(1, 1)) * entries.dt[None, :]
-        weight = jnp.where(until, weight * jnp.exp(between), 0.0)
+        attention = product(operand(C), operand(entries.B), contract=(1, 1)) * entries.dt[None, :]
+        attention = jnp.where(until, attention * jnp.exp(between), 0.0)
         if skip is not None:
-            weight = weight + jnp.where(index[None, :] == place[:, None], skip, 0.0)
-        of_entries = product(operand(weight, narrow), operand(entries.x))
+            attention = attention + jnp.where(index[None, :] == in_group[:, None], skip, 0.0)
+        of_entries = product(operand(attention, narrow), operand(entries.x))
         # Both branches multiply. If one returned a folded state, the compiler would hold it in several layouts.
         of_base = jax.lax.cond(folds, lambda: multiply(C, fold(state)), lambda: multiply(C, state))
         out = of_state[:, None] * of_base + of_entries
@@ -181,12 +181,12 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
         jax.lax.fori_loop(stages[0], stages[1] + 1, stage, None)
 
     def clear(n: jax.Array, _: None) -> None:
-        """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
+        """Write zeros to the n-th padding token that this row clears."""
         zeros = jnp.zeros(channel.shape, refs.out.dtype)
         pt.store(refs.out.at[total + row + n * rows, head, channel], zeros, mask=channel_inside)
 
-    shares = jnp.maximum(tokens - total - row + rows - 1, 0)
-    jax.lax.fori_loop(0, jax.lax.div(shares, jnp.int32(rows)), clear, None)
+    padding = jnp.maximum(tokens - total - row + rows - 1, 0)
+    jax.lax.fori_loop(0, jax.lax.div(padding, jnp.int32(rows)), clear, None)
 
 
 def selective_state_deferred(
@@ -202,7 +202,7 @@ def selective_state_deferred(
     dt_softplus: bool,
     run: Run,
 ) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
-    """Launches the kernel. See api.py."""
+    """Launch the kernel. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
     config = run.config or default_config(state_dim, pool.dtype.itemsize)
     inputs = dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias, layer=rows.layer, query_start_loc=rows.query_start_loc)

@@ -1,9 +1,9 @@
 """Deferred states of Mamba-2 on Hopper GPUs. A CTA has 64 channels of one head of one row, and loads them once.
 
-The state is in registers, in bfloat16 terms, and is the left operand of the product with the C of the row's tokens. A fold
-has the same layout, so no number moves to another thread between GMEM and the product. A launch before this one computes the
-coefficients that need only B, C and step sizes, and stores all entries in the ring (weights.py). Several CTAs share an SM
-and hide each other's latency.
+The state is in registers, in bfloat16 terms, and is the left operand of the product with the C of the row's tokens. A
+fold has the same layout, so no element moves to another thread between GMEM and the product. A launch before this one
+computes the coefficients that need only B, C and step sizes, and stores all entries in the ring (coefficients.py).
+Several CTAs share an SM and hide each other's latency.
 """
 
 import functools
@@ -15,15 +15,15 @@ from pallas_kernels import hopper as hp
 from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.rows import Rows
+from pallas_kernels.selective_state_update.deferred.coefficients import Factors, coefficients, sizes
 from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
-from pallas_kernels.selective_state_update.deferred.weights import Factors, sizes, weights
 
-_CHANNELS = 64  # of a CTA: the rows of a product on tensor cores
-_LENGTHS = (16, 32)  # of groups: the widths of tiles of entries
+_CHANNELS = 64  # channels of a CTA: the rows of a product on tensor cores
+_LENGTHS = (16, 32)  # lengths of groups: the widths of tiles of entries
 
 
 def unsupported(xBC: jax.Array, pool: jax.Array, ring: Mamba2Entries) -> str | None:
-    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    """Return the reason why the kernel cannot run these arguments, or None if it can."""
     head_dim, state_dim = pool.shape[3:]
     length = ring.x.shape[3] // 2
     if xBC.dtype != jnp.bfloat16:
@@ -43,7 +43,7 @@ def _kernel(
     fold_blocks,
     ring_x,
     C,
-    weight,
+    attention,
     factors,
     fold_B,
     pool,
@@ -52,7 +52,7 @@ def _kernel(
     C_tile,
     x_tiles,
     fold_tile,
-    weight_tile,
+    attention_tile,
     factor_tile,
     out_tile,
     loaded,
@@ -61,18 +61,19 @@ def _kernel(
     max_query_tokens: int,
     count: int,
 ):
-    """Handles one row, one head, and 64 of its channels.
+    """Handle one row, one head, and 64 of its channels.
 
-    The arguments up to `out` are the arrays of `selective_state_deferred` and of `weights`. Those named "tile" are
-    SMEM: the state [channels, states], the C of tokens [tokens, states], the inputs of both groups [groups, places,
-    channels], the B of the fold [places, states], the coefficients [tokens, places], the factors, and the outputs
+    The arguments up to `out` are the arrays of `selective_state_deferred` and of `coefficients`. The arguments named
+    "tile" are
+    SMEM: the state [channels, states], the C of tokens [tokens, states], the inputs of both groups [groups, group_slots,
+    channels], the B of the fold [group_slots, states], the attention [tokens, group_slots], the factors, and the outputs
     [tokens, channels]. The barriers complete when copies have arrived. A row has at most `max_query_tokens` tokens, and
     float32 values are multiplied in `count` bfloat16 terms.
     """
-    row, head, part = (hp.axis_index(axis) for axis in ("row", "head", "part"))
+    row, head, channel_tile = (hp.axis_index(axis) for axis in ("row", "head", "channel_tile"))
     rows, (_, state_dim), length = slots.shape[0], pool.shape[3:], ring_x.shape[3] // 2
-    vectors, places = C_tile.shape[0], fold_tile.shape[0]
-    at = Factors.of(vectors, places)
+    vectors, group_slots = C_tile.shape[0], fold_tile.shape[0]
+    at = Factors.of(vectors, group_slots)
     tile = hp.SWIZZLE // pool.dtype.itemsize  # states in a step of a product
     tiles = [hp.ds(first, tile) for first in range(0, state_dim, tile)]
     start, end, total = query_start_loc[row], query_start_loc[row + 1], query_start_loc[rows]
@@ -81,15 +82,15 @@ def _kernel(
     tokens = end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
-    dims = hp.ds(part * _CHANNELS, _CHANNELS)
+    dims = hp.ds(channel_tile * _CHANNELS, _CHANNELS)
     group = jax.lax.div(head, jnp.int32(pool.shape[2] // C.shape[1]))
-    place, vector = hp.columns((_CHANNELS, places)), hp.columns((_CHANNELS, vectors))
+    index, vector = hp.columns((_CHANNELS, group_slots)), hp.columns((_CHANNELS, vectors))
 
-    def place_of(position):
+    def ring_slot(position):
         return jax.lax.rem(position, jnp.int32(2 * length))
 
     def fetch():
-        """Starts the copies to SMEM."""
+        """Start the copies to SMEM."""
 
         @hp.when(read != NULL_BLOCK)
         def _():
@@ -102,33 +103,33 @@ def _kernel(
             hp.barrier_arrive(loaded)
 
         hp.copy_gmem_to_smem(C.at[row, group], C_tile, loaded)
-        hp.copy_gmem_to_smem(weight.at[row, head], weight_tile, loaded)
+        hp.copy_gmem_to_smem(attention.at[row, head], attention_tile, loaded)
         hp.copy_gmem_to_smem(factors.at[row, head], factor_tile, loaded)
         for n, first in enumerate((first_group, boundary)):
-            entries = hp.ds(place_of(first), length)
+            entries = hp.ds(ring_slot(first), length)
             hp.copy_gmem_to_smem(ring_x.at[layer, slot, head, entries, dims], x_tiles.at[n], loaded)
 
     def state_at(columns):
         return hp.load_tile(state_tile.at[:, columns])
 
     def operands(state):
-        """Returns a state's bfloat16 terms, lo first, so that larger products do not round them away."""
+        """Return a state's bfloat16 terms, lo first, so that larger products do not round them away."""
         if state.dtype == jnp.bfloat16:
             return [state]
         return pieces(state.astype(jnp.float32), count)[::-1]
 
     def times_C():
-        """Multiplies the state with the C of the row's tokens. Returns [channels, tokens]."""
+        """Multiply the state with the C of the row's tokens. Return [channels, tokens]."""
         steps = [lambda columns=columns: (operands(state_at(columns)), C_tile.at[:, columns].T) for columns in tiles]
         return hp.multiply((_CHANNELS, vectors), steps)
 
     def inputs(n, first, low):
-        """Returns the inputs [channels, places] of a group from position `low` on, and 0 for places without an entry."""
+        """Return the inputs [channels, group_slots] of a group from position `low` on, and 0 for slots without an entry."""
         x = hp.load_transposed(x_tiles.at[n]).astype(jnp.float32)
-        return jnp.where((first + place >= low) & (first + place < position + tokens), x, 0.0)
+        return jnp.where((first + index >= low) & (first + index < position + tokens), x, 0.0)
 
     def run_tokens(first, x):
-        """Runs the tokens in the group that starts at `first` and has the inputs x."""
+        """Run the tokens in the group that starts at `first` and has the inputs x."""
         of_state = factor_tile.at[hp.ds(at.of_state, vectors)]
         of_state = hp.along_columns(hp.load_per_column(of_state), _CHANNELS)
         from_state = of_state * times_C()
@@ -139,7 +140,7 @@ def _kernel(
 
         for token in range(max_query_tokens):
             own = jnp.sum(jnp.where(vector == token, from_state, 0.0), axis=1)
-            of_inputs = hp.along_columns(hp.load_per_column(weight_tile.at[token]), _CHANNELS)
+            of_inputs = hp.along_columns(hp.load_per_column(attention_tile.at[token]), _CHANNELS)
             answer = (own + jnp.sum(x * of_inputs, axis=1)).astype(out.dtype)
 
             @hp.when(lives(token))
@@ -154,10 +155,10 @@ def _kernel(
                 hp.copy_smem_to_gmem(out_tile.at[token], out.at[start + token, head, dims])
 
     def fold(x):
-        """Replaces the state in SMEM by the one at the end of the first group, which has the inputs x."""
-        of_inputs = factor_tile.at[hp.ds(at.fold, places)]
-        weighted = x * hp.along_columns(hp.load_per_column(of_inputs), _CHANNELS)
-        left, decay = pieces(weighted, count)[::-1], factor_tile[at.decay]
+        """Replace the state in SMEM by the one at the end of the first group, which has the inputs x."""
+        of_inputs = factor_tile.at[hp.ds(at.fold, group_slots)]
+        decayed = x * hp.along_columns(hp.load_per_column(of_inputs), _CHANNELS)
+        left, decay = pieces(decayed, count)[::-1], factor_tile[at.decay]
         for columns in tiles:
             added = hp.multiply((_CHANNELS, tile), [lambda columns=columns: (left, fold_tile.at[:, columns])])
             state_tile[:, columns] = (decay * state_at(columns).astype(jnp.float32) + added).astype(pool.dtype)
@@ -194,18 +195,18 @@ def _kernel(
 
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
-    shares = jax.lax.div(jnp.maximum(out.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
+    padding = jax.lax.div(jnp.maximum(out.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
 
-    @hp.when(shares > 0)
+    @hp.when(padding > 0)
     def _():
         out_tile[0] = hp.zeros_per_row(_CHANNELS, out.dtype)
         hp.commit_smem()
 
         def clear(n, _):
-            """Stores zeros in the n-th padding token that this row clears."""
+            """Store zeros in the n-th padding token that this row clears."""
             hp.copy_smem_to_gmem(out_tile.at[0], out.at[total + row + n * rows, head, dims])
 
-        jax.lax.fori_loop(0, shares, clear, None)
+        jax.lax.fori_loop(0, padding, clear, None)
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -221,24 +222,24 @@ def selective_state_deferred(
     *,
     dt_softplus: bool,
 ) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
-    """Launches both kernels. See api.py."""
+    """Launch both kernels. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
     fold, max_query_tokens = rows.fold, rows.max_query_tokens
-    vectors, places = sizes(max_query_tokens, ring.x.shape[3] // 2)
-    given = weights(xBC, dt, A, ring, rows, D, dt_bias, vectors=vectors, dt_softplus=dt_softplus)
+    vectors, group_slots = sizes(max_query_tokens, ring.x.shape[3] // 2)
+    given = coefficients(xBC, dt, A, ring, rows, D, dt_bias, vectors=vectors, dt_softplus=dt_softplus)
     updated = jax.new_ref(pool)
     out = hp.kernel(
         functools.partial(_kernel, max_query_tokens=max_query_tokens, count=3 if pool.dtype == jnp.float32 else 2),
         out_type=jax.ShapeDtypeStruct((xBC.shape[0], heads, head_dim), xBC.dtype),
         grid=(rows.num_rows, heads, head_dim // _CHANNELS),
-        grid_names=("row", "head", "part"),
+        grid_names=("row", "head", "channel_tile"),
         scratch_types=[
             hp.tiled(_CHANNELS, state_dim, dtype=pool.dtype),
             # A step of a product has as many states as a row of a state's tile.
             hp.tiled(vectors, state_dim, dtype=xBC.dtype, swizzle=2 * hp.SWIZZLE // pool.dtype.itemsize),
-            hp.SMEM((2, places, _CHANNELS), xBC.dtype),
-            hp.tiled(places, state_dim, dtype=xBC.dtype, swizzle=2 * places),
-            hp.SMEM((vectors, places), jnp.float32),
+            hp.SMEM((2, group_slots, _CHANNELS), xBC.dtype),
+            hp.tiled(group_slots, state_dim, dtype=xBC.dtype, swizzle=2 * group_slots),
+            hp.SMEM((vectors, group_slots), jnp.float32),
             hp.SMEM((given["factors"].shape[2],), jnp.float32),
             hp.SMEM((max_query_tokens, _CHANNELS), xBC.dtype),
             hp.Barrier(num_arrivals=6),
@@ -253,7 +254,7 @@ def selective_state_deferred(
         rows.num_computed_tokens,
         rows.read,
         fold.block,
-        *(given[name] for name in ("ring_x", "C", "weight", "factors", "fold_B")),
+        *(given[name] for name in ("ring_x", "C", "attention", "factors", "fold_B")),
         updated,
     )
     return out, jax.freeze(updated), Mamba2Entries.of(given)

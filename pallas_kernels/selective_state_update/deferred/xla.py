@@ -1,4 +1,4 @@
-"""Deferred states of Mamba-2 in plain jax.numpy: row by row and token by token, sums in the order of the places."""
+"""Deferred states of Mamba-2 in plain jax.numpy: row by row and token by token, sums in the order of a group's tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -21,42 +21,42 @@ def selective_state_deferred(
     *,
     dt_softplus: bool,
 ) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
-    """Advances packed rows. See api.py."""
+    """Advance packed rows. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
-    groups, places = ring.B.shape[2:4]
-    length = places // 2
+    groups, ring_slots = ring.B.shape[2:4]
+    length = ring_slots // 2
     inner, of_groups = heads * head_dim, groups * state_dim
-    place = jnp.arange(length, dtype=jnp.int32)
+    index = jnp.arange(length, dtype=jnp.int32)  # of a token in its group
     A = A.astype(jnp.float32)
 
     def per_head(x):
         return jnp.repeat(x, heads // groups, axis=0)
 
     def entries(rings, slot, first, low, high):
-        """Returns x, B, dt and g of the positions low .. high - 1 of the group that starts at `first`, and 0 elsewhere."""
-        position = first + place
+        """Return x, B, dt and g of the positions low .. high - 1 of the group that starts at `first`, and 0 elsewhere."""
+        position = first + index
         inside = (position >= low) & (position < high)
-        x, B, dt, g = (ring[rows.layer, slot][:, first % places + place].astype(jnp.float32) for ring in rings)
+        x, B, dt, g = (ring[rows.layer, slot][:, first % ring_slots + index].astype(jnp.float32) for ring in rings)
         x, B = (jnp.where(inside[:, None], v, 0.0) for v in (x, B))
         return x, B, *(jnp.where(inside, v, 0.0) for v in (dt, g))
 
     def decays(g, last):
-        """Returns the decay from each place to the place `last`, and the decay of the whole group up to it."""
-        later = (place[None, :] > place[:, None]) & (place[None, :] <= last)
+        """Return the decays from each token of a group to token `last`, and from the group's start to it."""
+        later = (index[None, :] > index[:, None]) & (index[None, :] <= last)
         after = jnp.sum(jnp.where(later, g[:, None, :], 0.0), axis=-1)
-        return jnp.exp(after), jnp.exp(jnp.sum(jnp.where(place <= last, g, 0.0), axis=-1))
+        return jnp.exp(after), jnp.exp(jnp.sum(jnp.where(index <= last, g, 0.0), axis=-1))
 
     def fold(state, rings, slot, base):
         first = base // length * length
         x, B, dt, g = entries(rings, slot, first, base, first + length)
         decay, of_state = decays(g, length - 1)
-        weighted = (decay * dt)[:, :, None] * x
-        added = jnp.einsum("hip,hin->hpn", weighted, per_head(B), precision=jax.lax.Precision.HIGHEST)
+        decayed = (decay * dt)[:, :, None] * x
+        added = jnp.einsum("hip,hin->hpn", decayed, per_head(B), precision=jax.lax.Precision.HIGHEST)
         return (of_state[:, None, None] * state + added).astype(pool.dtype).astype(jnp.float32)
 
     def advance(token, slot, base, position, state, out, rings):
         first = base // length * length
-        here, at = position - first, position % places
+        here, at = position - first, position % ring_slots
         x, B, C = jnp.split(xBC[token], [inner, inner + of_groups])
         x, B, C = x.reshape(heads, head_dim), B.reshape(groups, state_dim), C.reshape(groups, state_dim)
         step = dt[token].astype(jnp.float32)
@@ -67,9 +67,9 @@ def selective_state_deferred(
         xs, Bs, steps, g = entries(rings, slot, first, base, position + 1)
         decay, of_state = decays(g, here)
         C = C.astype(jnp.float32)
-        weight = decay * steps * per_head(jnp.sum(Bs * C[:, None, :], axis=-1))
+        attention = decay * steps * per_head(jnp.sum(Bs * C[:, None, :], axis=-1))
         y = of_state[:, None] * jnp.sum(state * per_head(C)[:, None, :], axis=-1)
-        y = y + jnp.sum(weight[:, :, None] * xs, axis=1)
+        y = y + jnp.sum(attention[:, :, None] * xs, axis=1)
         y = y if D is None else y + D.astype(jnp.float32)[:, None] * x.astype(jnp.float32)
         return out.at[token].set(y.astype(out.dtype)), rings
 

@@ -1,6 +1,7 @@
-"""The Triton kernel that runs before the Mosaic GPU kernel: everything that needs only B, C and step sizes.
+"""The Triton kernel before the Mosaic GPU kernel: the decay-weighted attention of C with B, and the other decays.
 
-It has one program per row and up to 16 heads. It also stores the entries of the call's tokens in the ring.
+They need only B, C and step sizes. It has one program per row and up to 16 heads. It also stores the entries of the
+call's tokens in the ring.
 """
 
 import functools
@@ -18,15 +19,14 @@ from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
 
-_HEADS = 16  # of a program, which share their B and C
+_HEADS = 16  # heads of a program, which share their B and C
 _WARPS = 4
 
 
 def sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
-    """Returns the number of tokens and of places in tiles, for groups of `length` tokens.
+    """Return the number of tokens and of a group's slots in tiles, for groups of `length` tokens.
 
-    The number of tokens does not follow `max_query_tokens` up to eight, so that decode and verify rows run the same
-    instructions.
+    Up to eight tokens have the same tiles, so that decode and verify rows run the same instructions.
     """
     return max(pt.power_of_two(max_query_tokens), 8), max(pt.power_of_two(length), BLOCK)
 
@@ -36,8 +36,8 @@ class Factors(NamedTuple):
 
     Attributes:
         of_state: The factors of the state for each token, [tokens].
-        fold: Those of the inputs in a fold, [places].
-        decay: That of the state in this fold.
+        fold: The factors of the inputs in a fold, [group_slots].
+        decay: The factor of the state in this fold.
         size: The length of the axis, a multiple of 16 bytes.
     """
 
@@ -47,24 +47,24 @@ class Factors(NamedTuple):
     size: int
 
     @staticmethod
-    def of(vectors: int, places: int) -> "Factors":
-        """The factors of so many tokens and places."""
-        return Factors(0, vectors, vectors + places, vectors + places + 4)
+    def of(vectors: int, group_slots: int) -> "Factors":
+        """The layout for `sizes` of tiles."""
+        return Factors(0, vectors, vectors + group_slots, vectors + group_slots + 4)
 
 
 def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> None:
-    """Handles one row and some heads of a group.
+    """Handle one row and some heads of a group.
 
     Args:
-        refs: Reads the arguments of `weights`, updates `ring_x`, `ring_B`, `ring_dt` and `ring_g`, and writes the other
-            results of `weights`.
+        refs: Reads the arguments of `coefficients`, updates `ring_x`, `ring_B`, `ring_dt` and `ring_g`, and writes the
+            other results of `coefficients`.
         vectors: The number of tokens in a tile.
         dt_softplus: Whether a softplus is applied to `dt`.
         interpret: Whether the kernel runs as plain JAX.
     """
-    heads, ring_places, head_dim = refs.ring_x.shape[2:]
+    heads, ring_slots, head_dim = refs.ring_x.shape[2:]
     groups, _, state_dim = refs.ring_B.shape[2:]
-    length, repeats, places = ring_places // 2, heads // groups, refs.fold_B.shape[2]
+    length, repeats, group_slots = ring_slots // 2, heads // groups, refs.fold_B.shape[2]
     block, row = pt.program_id(0), pt.program_id(1)
     # Everything that addresses depend on is loaded here, before any branch.
     start, end = refs.query_start_loc[row], refs.query_start_loc[row + 1]
@@ -78,33 +78,33 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
     # A product needs 16 tokens, some of which may not exist.
-    index, vector = iota((places,), 0), iota((max(vectors, BLOCK),), 0)
+    index, vector = iota((group_slots,), 0), iota((max(vectors, BLOCK),), 0)
     channel, channel_inside = pt.lanes(0, key_lanes(head_dim), head_dim)
     column, column_inside = pt.lanes(0, key_lanes(state_dim), state_dim)
     of_B = heads * head_dim + group * state_dim
     of_C = of_B + groups * state_dim
-    at_factor = Factors.of(vectors, places)
+    at_factor = Factors.of(vectors, group_slots)
 
     def per_head(ref) -> jax.Array:
-        """Loads a parameter of each head, [heads, 1]."""
+        """Load a parameter of each head, [heads, 1]."""
         return pt.load(ref.at[head], mask=exists, other=0.0).astype(jnp.float32)[:, None]
 
-    def store_factor(place, values):
-        pt.store(refs.factors.at[row, head, place], values, mask=exists)
+    def store_factor(index, values):
+        pt.store(refs.factors.at[row, head, index], values, mask=exists)
 
     def sums_after(g: jax.Array, last: jax.Array) -> jax.Array:
-        """Returns the sums of log decays [heads, places] from each place, without its own, to the place `last`."""
+        """Return the sums of log decays [heads, group_slots] from each slot, without its own, to slot `last`."""
         i, j = index[None, :, None], index[None, None, :]
         return jnp.sum(jnp.where((j > i) & (j <= last), g[:, None, :], 0.0), axis=2)
 
     def of_group(n: jax.Array, C: jax.Array) -> None:
-        """Handles the first group (n = 0), whose fold may be needed, or the next one (n = 1)."""
+        """Handle the first group (n = 0), whose fold may be needed, or the next one (n = 1)."""
         first = first_group + n * length
         low, is_first = jnp.where(n == 0, base, first), n == 0
         of = first + index
         inside = (index < length) & (of >= low)
         old, new = inside & (of < position), inside & (of >= position) & (of < position + count)
-        at, own = jax.lax.rem(first, jnp.int32(ring_places)) + index, start + of - position
+        at, own = jax.lax.rem(first, jnp.int32(ring_slots)) + index, start + of - position
 
         ring_at = refs.ring_B.at[layer, slot, group, at[:, None], column[None, :]]
         call_at = refs.xBC.at[own[:, None], of_B + column[None, :]]
@@ -130,7 +130,7 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
 
         @pt.when(is_first)
         def _():
-            fold = jnp.exp(sums_after(g, jnp.int32(places))) * dt
+            fold = jnp.exp(sums_after(g, jnp.int32(group_slots))) * dt
             at = refs.factors.at[row, head[:, None], at_factor.fold + index[None, :]]
             pt.store(at, fold, mask=jnp.broadcast_to(exists[:, None], fold.shape))
             store_factor(at_factor.decay, jnp.exp(jnp.sum(g, axis=1)))
@@ -138,21 +138,21 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
         products = dot(operand(C), operand(B), contract=(1, 1), interpret=interpret)
 
         def run_token(n: jax.Array, _: None) -> None:
-            """Handles token n of the row."""
+            """Handle token n of the row."""
             here = position + n - first
             of_token = jnp.sum(jnp.where((vector == n)[:, None], products, 0.0), axis=0)
             until = index <= here
-            weight = jnp.exp(sums_after(g, here)) * dt * of_token[None, :]
-            weight = jnp.where(until[None, :], weight, 0.0)
+            attention = jnp.exp(sums_after(g, here)) * dt * of_token[None, :]
+            attention = jnp.where(until[None, :], attention, 0.0)
             if refs.D is not None:
-                weight = weight + jnp.where((index == here)[None, :], per_head(refs.D), 0.0)
-            at = refs.weight.at[row, head[:, None], n, index[None, :]]
-            pt.store(at, weight, mask=jnp.broadcast_to(exists[:, None], weight.shape))
+                attention = attention + jnp.where((index == here)[None, :], per_head(refs.D), 0.0)
+            at = refs.attention.at[row, head[:, None], n, index[None, :]]
+            pt.store(at, attention, mask=jnp.broadcast_to(exists[:, None], attention.shape))
             store_factor(at_factor.of_state + n, jnp.exp(jnp.sum(jnp.where(until[None, :], g, 0.0), axis=1)))
             mask = exists[:, None] & channel_inside[None, :]
             x = refs.xBC.at[start + n, head[:, None] * head_dim + channel[None, :]]
-            place = jax.lax.rem(position + n, jnp.int32(ring_places))
-            ring_at = refs.ring_x.at[layer, slot, head[:, None], place, channel[None, :]]
+            ring_slot = jax.lax.rem(position + n, jnp.int32(ring_slots))
+            ring_at = refs.ring_x.at[layer, slot, head[:, None], ring_slot, channel[None, :]]
             pt.store(ring_at, pt.load(x, mask=mask, other=0.0), mask=mask)
 
         # From the first token in this group to the first one after it.
@@ -169,7 +169,7 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
         jax.lax.fori_loop(0, 1 + crosses.astype(jnp.int32), lambda n, _: of_group(n, C), None)
 
 
-def weights(
+def coefficients(
     xBC: jax.Array,
     dt: jax.Array,
     A: jax.Array,
@@ -182,34 +182,34 @@ def weights(
     dt_softplus: bool,
     interpret: bool = False,
 ) -> dict[str, jax.Array]:
-    """Computes what inputs and states are multiplied by. The arguments are those of `selective_state_deferred`.
+    """Compute the coefficients of inputs and states. The arguments are as in `selective_state_deferred`.
 
-    Groups are the one of the row's base and the one after it. What belongs to rows that take no part, and to tokens that
-    do not exist, is undefined.
+    A row has two groups: the group of its base and the next one. Results of rows that take no part, and of tokens that do
+    not exist, are undefined.
 
     Returns:
-        `weight`, the factors of the inputs in the group of each token [rows, heads, vectors, places];
+        `attention`, the factors of the inputs in the group of each token [rows, heads, vectors, group_slots];
         `factors`, all other factors [rows, heads, Factors.size];
-        `C`, the C of the row's tokens [rows, groups, vectors, state_dim], 0 for those that do not exist;
-        `fold_B`, the B of the first group [rows, groups, places, state_dim], 0 for places without an entry;
+        `C`, the C of the row's tokens [rows, groups, vectors, state_dim], 0 for tokens that do not exist;
+        `fold_B`, the B of the first group [rows, groups, group_slots, state_dim], 0 for slots without an entry;
         and the updated `ring_x`, `ring_B`, `ring_dt` and `ring_g`, with all entries of the call's tokens.
     """
-    (groups, ring_places, state_dim), num_rows, heads = ring.B.shape[2:], rows.num_rows, A.shape[0]
-    places = sizes(vectors, ring_places // 2)[1]
+    (groups, ring_slots, state_dim), num_rows, heads = ring.B.shape[2:], rows.num_rows, A.shape[0]
+    group_slots = sizes(vectors, ring_slots // 2)[1]
     array, f32 = jax.ShapeDtypeStruct, jnp.float32
     inputs = dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias, fold_block=rows.fold.block, layer=rows.layer)
     inputs |= dict(query_start_loc=rows.query_start_loc, slot=rows.fold.slot, base=rows.fold.base)
     inputs |= dict(position=rows.num_computed_tokens)
     return pt.call(
         functools.partial(_kernel, vectors=vectors, dt_softplus=dt_softplus, interpret=interpret),
-        name="selective_state_deferred_weights",
+        name="selective_state_deferred_coefficients",
         grid=(groups * -(-(heads // groups) // _HEADS), num_rows),
         inputs=inputs,
         outputs=dict(
-            weight=array((num_rows, heads, vectors, places), f32),
-            factors=array((num_rows, heads, Factors.of(vectors, places).size), f32),
+            attention=array((num_rows, heads, vectors, group_slots), f32),
+            factors=array((num_rows, heads, Factors.of(vectors, group_slots).size), f32),
             C=array((num_rows, groups, vectors, state_dim), xBC.dtype),
-            fold_B=array((num_rows, groups, places, state_dim), xBC.dtype),
+            fold_B=array((num_rows, groups, group_slots, state_dim), xBC.dtype),
         ),
         updates=ring.by_name,
         num_warps=_WARPS,
