@@ -29,10 +29,9 @@ def selective_scan(
     dt_softplus: bool = True,
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
-    """Runs Mamba-1's recurrence over rows of any length, in one launch, and keeps each row's final state.
+    """Run Mamba-1's recurrence over rows of any length, in one launch, and keep each row's final state.
 
-    The equations are those of `selective_state_update`, with A per channel and state, and D, dt and dt_bias per
-    channel.
+    The equations are in `selective_state_update`, here with A per channel and state, and D, dt and dt_bias per channel.
 
     Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. With a
     float32 pool, states and outputs are the same bits, however a row's tokens were split over calls. A row's results do

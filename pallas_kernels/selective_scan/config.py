@@ -12,11 +12,11 @@ class Config:
     Attributes:
         block_dim: The number of channels per program.
         segment: The number of elements in a segment. Each channel's state is folded into segments.
-        unroll: The number of tokens per turn of the loop. The tokens of the next turn are loaded meanwhile.
+        unroll: The number of tokens per iteration of the loop. The next iteration's tokens are loaded meanwhile.
         num_warps: The number of warps per program.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field has a value that is not allowed.
     """
 
     block_dim: int
@@ -30,7 +30,7 @@ class Config:
 
 
 def default_config(state_dim: int, itemsize: int) -> Config:
-    """Returns the configuration for states of `itemsize` bytes: one warp, and sixteen elements of a state per thread.
+    """Return the configuration for states of `itemsize` bytes: one warp, and sixteen elements of a state per thread.
 
     Sums then need little exchange between threads. It is not tuned.
     """

@@ -19,7 +19,7 @@ from pallas_kernels.selective_scan.config import default_config
 
 
 def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplus: bool, interpret: bool) -> None:
-    """Runs one row for a block of channels. Reads all inputs of `call` below, updates `pool` and writes `out`."""
+    """Run one row for a block of channels. Read all inputs of `call` below, update `pool` and write `out`."""
     tokens, _, head_dim = refs.x.shape
     rows, (_, _, heads, _, state_dim) = refs.read_block.shape[0], refs.pool.shape
     head, row = pt.program_id(1), pt.program_id(2)
@@ -34,14 +34,14 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
     group = head // (heads // refs.B.shape[1])
 
     def channels(ref, *at):
-        """Loads a number per channel, or None if there is no such array."""
+        """Load a value per channel, or None if there is no such array."""
         return None if ref is None else pt.load(ref.at[(*at, head, channel)], mask=inside, other=0.0)
 
     def states(ref, *at):
         return ref.at[(*at, head, channel[None, :, None], column[:, None, :])]
 
     def take(token, stop):
-        """Loads a token's inputs. From `stop` on it loads the token before it again: 0 times what follows may be NaN."""
+        """Load a token's inputs. From `stop` on, load the token before `stop` again: 0 times a later token may be NaN."""
         token = jnp.maximum(jnp.minimum(token, stop - 1), start)
         vectors = [pt.load(v.at[token, group, column], mask=column_inside, other=0.0) for v in (refs.B, refs.C)]
         return vectors, [channels(v, token) for v in (refs.x, refs.dt, refs.z)]
@@ -59,7 +59,7 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
             dt = dt if dt_bias is None else dt + dt_bias.astype(jnp.float32)
             dt = softplus(dt) if dt_softplus else dt
             # A step of size 0 leaves the state unchanged, except for the sign of a zero. The loop therefore needs no second
-            # body for the tokens left over by its last full turn.
+            # body for the tokens left over by its last full iteration.
             dt = jnp.where(live, dt, 0.0)
             state = state * pt.exp2(rate * dt[None, :, None], interpret) + (dt * x)[None, :, None] * B[:, None, :]
             y = pt.row_sum(state * C[:, None, :])
@@ -67,9 +67,9 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
             return state, y if z is None else y * pt.silu(z, interpret)
 
         def run(begin, stop, state):
-            """Runs tokens `begin` to `stop`, `unroll` of them in each turn of the loop, and returns the new state."""
+            """Run tokens `begin` to `stop`, `unroll` of them in each iteration of the loop, and return the new state."""
 
-            def turn(i, carry):
+            def iteration(i, carry):
                 state, inputs = carry
                 upcoming = []
                 for t, given in enumerate(inputs):
@@ -77,17 +77,17 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
                     state, y = advance(state, given, token < stop)
                     out = y.astype(refs.out.dtype)
                     pt.store(refs.out.at[token, head, channel], out, mask=inside & (token < stop))
-                    # The next turn's token is loaded into this token's registers while the turn's other tokens are
-                    # used.
+                    # The next iteration's token is loaded into this token's registers while the other tokens of this one
+                    # are used.
                     upcoming.append(take(token + unroll, stop))
                 return state, upcoming
 
-            turns = (stop - begin + unroll - 1) // unroll
+            iterations = (stop - begin + unroll - 1) // unroll
             first = [take(begin + t, stop) for t in range(unroll)]
-            return jax.lax.fori_loop(jnp.int32(0), turns, turn, (state, first))[0]
+            return jax.lax.fori_loop(jnp.int32(0), iterations, iteration, (state, first))[0]
 
-        def part(n, carry):
-            """Runs the row up to checkpoint n and stores the state. The final state is the last checkpoint."""
+        def up_to_checkpoint(n, carry):
+            """Run the row up to checkpoint n and store the state. The final state is the last checkpoint."""
             begin, state = carry
             offset, block = end - start, write
             if checkpoints:
@@ -100,14 +100,14 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
             pt.store(states(refs.pool, layer, block), state.astype(refs.pool.dtype), mask=mask)
             return start + offset, state
 
-        jax.lax.fori_loop(jnp.int32(0), jnp.int32(checkpoints + 1), part, (start, initial))
+        jax.lax.fori_loop(jnp.int32(0), jnp.int32(checkpoints + 1), up_to_checkpoint, (start, initial))
 
     def zero(n, _):
         token = total + row + n * rows
         pt.store(refs.out.at[token, head, channel], jnp.zeros(channel.shape, refs.out.dtype), mask=inside)
         return _
 
-    # The tokens after the last row are shared out among the rows.
+    # The tokens after the last row are divided among the rows.
     jax.lax.fori_loop(jnp.int32(0), (tokens - total - row + rows - 1) // rows, zero, None)
 
 
@@ -126,7 +126,7 @@ def selective_scan(
     dt_softplus: bool,
     run: Run,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel. See api.py."""
+    """Launch the kernel. See api.py."""
     _, heads, head_dim = x.shape
     config = run.config or default_config(pool.shape[-1], pool.dtype.itemsize)
     cut = dict(block_dim=config.block_dim, segment=config.segment, unroll=config.unroll)

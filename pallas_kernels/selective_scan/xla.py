@@ -26,20 +26,20 @@ def selective_scan(
     *,
     dt_softplus: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs all rows in one scan over the tokens. See api.py."""
+    """Run all rows in one scan over the tokens. See api.py."""
     num_tokens, heads = x.shape[:2]
-    # The loop has at least 2 turns, because XLA would inline a loop over one token, and its bits could then differ from
-    # those of a loop over several.
-    places = token_rows(rows.query_start_loc, max(num_tokens, 2))
+    # The loop has at least 2 iterations, because XLA would inline a loop over one token, and its bits could then differ
+    # from the bits of a loop over several.
+    of_token = token_rows(rows.query_start_loc, max(num_tokens, 2))
     initial = read_blocks(pool, rows.layer, rows.read)
     offset, block = kept_states(rows)
 
     def advance(carry, token):
         state, kept = carry
-        row, nth, valid = (v[token] for v in places)
+        row, nth, valid = (v[token] for v in of_token)
 
         def take(v):
-            # Padding tokens may hold anything, so they are replaced by 0.
+            # Padding tokens are undefined, so they are replaced by 0.
             return jnp.where(valid, _in_float32(v[jnp.minimum(token, num_tokens - 1)]), 0.0)
 
         x_t, step = take(x), take(dt)
@@ -56,6 +56,6 @@ def selective_scan(
         return (state, kept), jnp.where(valid, y, 0.0).astype(x.dtype)
 
     kept = jnp.broadcast_to(initial[:, None], (*offset.shape, *initial.shape[1:]))
-    tokens = jnp.arange(places.row.shape[0], dtype=jnp.int32)
+    tokens = jnp.arange(of_token.row.shape[0], dtype=jnp.int32)
     (_, kept), out = jax.lax.scan(advance, (jnp.zeros_like(initial[0]), kept), tokens)
     return out[:num_tokens], write_kept(pool, rows.layer, block, kept)
