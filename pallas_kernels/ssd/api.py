@@ -31,9 +31,9 @@ def ssd(
     dt_softplus: bool = True,
     run: Run = Run(),
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
-    """Runs Mamba-2's recurrence over rows of any length, chunk by chunk, and keeps each row's final state.
+    """Run Mamba-2's recurrence over rows of any length, chunk by chunk, and keep each row's final state.
 
-    The equations are those of `selective_state_update` with one A, dt and dt_bias per head. For a whole chunk, with the
+    The equations are in `selective_state_update`, here with one A, dt and dt_bias per head. For a whole chunk, with the
     state S0 before it and the log decays g_m = A * dt_m, they are::
 
         y_i = exp(g_0 + .. + g_i) S0 C_i + sum_{j<=i} exp(g_{j+1} + .. + g_i) (C_i . B_j) dt_j x_j
@@ -45,7 +45,7 @@ def ssd(
 
     Numerics: states, decays and sums are float32. Each decay is as exact as if its log decays were summed alone. "xla"
     multiplies at Precision.HIGHEST. If x, B and C are all bfloat16, "triton" multiplies them exactly with states and
-    decayed inputs of 16 bits (two bfloat16 numbers), and so does "mosaic_gpu". Otherwise "triton" multiplies everything in
+    decayed inputs of 16 bits (two bfloat16 terms), and so does "mosaic_gpu". Otherwise "triton" multiplies everything in
     three products of tf32.
 
     Source: Dao, Gu, "Transformers are SSMs" (2024).
@@ -105,7 +105,7 @@ def _prefill(operands, dt_softplus, run, unsupported):
 
 
 def _mosaic_gpu(operands, dt_softplus, run):
-    """Returns the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
+    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
     if reason := unavailable(run):
         return reason
     from pallas_kernels.ssd import sm90

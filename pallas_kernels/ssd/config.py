@@ -15,7 +15,7 @@ class Config:
         num_stages: The number of chunks that are loaded and run at the same time.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field has a value that is not allowed.
     """
 
     block_dim: int
@@ -27,12 +27,12 @@ class Config:
 
 
 def default_config(channels: int, state_dim: int, chunk_size: int, itemsize: int) -> Config:
-    """Returns the configuration for `channels` channels in all heads and rows together.
+    """Return the configuration for `channels` channels in all heads and rows together.
 
     If there are few channels, they are cut into small blocks, so that there are enough programs to fill the GPU. For
     states of 64 x 128, chunks of 64 tokens and bfloat16 inputs it is the fastest of `benchmarks.tune` on an H200 with
-    JAX 0.11.2. The other choices were made by reasoning and from compiled code. `itemsize` is that of the products'
-    operands.
+    JAX 0.11.2. The other choices were made by reasoning and from compiled code. `itemsize` is the size of
+    the products' operands.
     """
     tile_bytes = chunk_size * state_dim * itemsize  # the size of a chunk's B, and of its C
     if itemsize == 4:

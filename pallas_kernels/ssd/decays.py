@@ -1,4 +1,4 @@
-"""The launch before ssd's Mosaic GPU kernel: decays and weights of the tokens of all chunks."""
+"""The launch before ssd's Mosaic GPU kernel: decays and step sizes of the tokens of all chunks."""
 
 from typing import Any, NamedTuple
 
@@ -16,15 +16,15 @@ class Factors(NamedTuple):
 
     Attributes:
         from_state: The decay from the start of the chunk to each token.
-        weight: The decay from each token to the end of the chunk, times its step size.
-        whole: The running sums of the log2 decays' first parts. See `sums_on_fixed_grid`.
-        rest: The running sums of their second parts.
+        to_end: The decay from each token to the end of the chunk, times its step size.
+        whole: The running sums of the log2 decays' hi terms. See `sums_on_fixed_grid`.
+        rest: The running sums of their lo terms.
         dt: The step sizes.
         end: The decay of the whole chunk, the same for all tokens.
     """
 
     from_state: Any = 0
-    weight: Any = 1
+    to_end: Any = 1
     whole: Any = 2
     rest: Any = 3
     dt: Any = 4
@@ -32,10 +32,10 @@ class Factors(NamedTuple):
 
 
 def sums_on_fixed_grid(g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums the log2 decays `g` [chunk] (at most 0) up to each token, so that differences of sums lose no digits.
+    """Sum the log2 decays `g` [chunk] (at most 0) up to each token, so that differences of sums lose no digits.
 
-    Returns the running sums of two parts of `g`: multiples of a unit (2^-10 for chunks of 64 tokens), and the rests.
-    The first part adds up exactly, and the rests add up to less than chunk^2 * 2^-16. A difference of two sums is
+    Returns the running sums of two terms of `g`: multiples of a unit (2^-10 for chunks of 64 tokens), and the rests.
+    The hi terms add up exactly, and the rests add up to less than chunk^2 * 2^-16. A difference of two sums is
     therefore off by at most 2^-27 for chunks of 64 tokens and 2^-23 for chunks of 256. Values below -256 are set to
     -256, because 2^-256 is 0 in float32.
 
@@ -57,8 +57,8 @@ def decays(
     dt_softplus: bool,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns the `Factors` of all chunks and heads, float32 [heads, chunks, factors, chunk_size]."""
-    heads, size, number = dt.shape[1], chunks.chunk_size, chunks.seq_idx.shape[0]
+    """Return the `Factors` of all chunks and heads, float32 [heads, chunks, factors, chunk_size]."""
+    heads, size, num_chunks = dt.shape[1], chunks.chunk_size, chunks.seq_idx.shape[0]
 
     def kernel(refs: Refs) -> None:
         head, chunk = pt.program_id(0), pt.program_id(1)
@@ -75,15 +75,15 @@ def decays(
         to_end = jnp.exp2((whole_end - whole) + (rest_end - rest))
         all_ = jnp.exp2(jnp.zeros((size,), jnp.float32) + (whole_end + rest_end))
         values = Factors(jnp.exp2(whole + rest), to_end * step, whole, rest, step, all_)
-        for number, value in enumerate(values):
-            pt.store(refs.factors.at[head, chunk, jnp.int32(number), lane], value)
+        for n, value in enumerate(values):
+            pt.store(refs.factors.at[head, chunk, jnp.int32(n), lane], value)
 
     return pt.call(
         kernel,
         name="ssd_decays",
-        grid=(heads, number),
+        grid=(heads, num_chunks),
         inputs=dict(dt=dt, A=A, dt_bias=dt_bias, cu_chunk_seqlens=chunks.cu_chunk_seqlens),
-        outputs=dict(factors=jax.ShapeDtypeStruct((heads, number, len(Factors()), size), jnp.float32)),
+        outputs=dict(factors=jax.ShapeDtypeStruct((heads, num_chunks, len(Factors()), size), jnp.float32)),
         updates={},
         num_warps=1,
         interpret=interpret,

@@ -21,23 +21,23 @@ from pallas_kernels.rows import Rows
 from pallas_kernels.ssd.config import Config, default_config
 from pallas_kernels.ssd.decays import sums_on_fixed_grid
 
-# If x, B and C are bfloat16, the number of bfloat16 pieces into which the float32 side of a product is split.
-_STATE_PIECES = 2  # for products that read or update the state: a relative error of 2^-16
-_WITHIN_PIECES = 1  # for products within a chunk, which only outputs depend on: 2^-8, the same as the outputs' rounding
+# If x, B and C are bfloat16, the number of bfloat16 terms into which the float32 side of a product is split.
+_STATE_TERMS = 2  # for products that read or update the state: a relative error of 2^-16
+_WITHIN_TERMS = 1  # for products within a chunk, which only outputs depend on: 2^-8, the same as the outputs' rounding
 _SHARED_BYTES = 200 * 1024  # the shared memory that a program may use, out of an H200's 227 KiB
-_SHARE_ELSEWHERE = 1.25  # of a GPU's shared memory that `unsupported` may count: other tensor cores read registers too
+_MAX_FRACTION = 1.25  # of a GPU's shared memory that `unsupported` may count: other tensor cores read registers too
 
 
 def _operand_dtype(*arrays: jax.Array) -> Any:
-    """Returns the dtype in which the arrays are multiplied: bfloat16 if all of them are, and float32 otherwise.
+    """Return the dtype in which the arrays are multiplied: bfloat16 if all of them are, and float32 otherwise.
 
-    float16's range is too small for the pieces of a state.
+    float16's range is too small for the terms of a state.
     """
     return jnp.bfloat16 if all(v.dtype == jnp.bfloat16 for v in arrays) else jnp.float32
 
 
 def _config(x: jax.Array, B: jax.Array, C: jax.Array, num_rows: int, chunk_size: int, config: Config | None) -> Config:
-    """Returns `config` or the default, with a block that is no larger than head_dim needs."""
+    """Return `config` or the default, with a block that is no larger than head_dim needs."""
     itemsize = jnp.dtype(_operand_dtype(x, B, C)).itemsize
     config = config or default_config(num_rows * math.prod(x.shape[1:]), B.shape[-1], chunk_size, itemsize)
     return dataclasses.replace(config, block_dim=min(config.block_dim, _extent(x.shape[-1])))
@@ -46,7 +46,7 @@ def _config(x: jax.Array, B: jax.Array, C: jax.Array, num_rows: int, chunk_size:
 def unsupported(
     x: jax.Array, B: jax.Array, C: jax.Array, num_rows: int, chunk_size: int, config: Config | None
 ) -> str | None:
-    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    """Return the reason why the kernel cannot run these arguments, or None if it can."""
     if chunk_size not in (16, 32, 64, 128, 256):
         return f"chunk_size must be a power of two from 16 to 256, got {chunk_size}"
     if chunk_size > 64 and device.has_little_shared_memory():
@@ -56,7 +56,7 @@ def unsupported(
     # float32 operands of a product cannot be transposed, so they are in shared memory in both orders.
     tiles = 4 if itemsize == 4 else 2
     elements = chunk_size * (tiles * state_dim + chunk_size) + 2 * block_dim * (chunk_size + state_dim)
-    needed, available = elements * itemsize, min(_SHARED_BYTES, int(_SHARE_ELSEWHERE * device.shared_bytes()))
+    needed, available = elements * itemsize, min(_SHARED_BYTES, int(_MAX_FRACTION * device.shared_bytes()))
     if needed > available:
         return (
             f"chunks of {chunk_size} tokens and states of {state_dim} need {needed} bytes of shared memory, "
@@ -66,7 +66,7 @@ def unsupported(
 
 
 def _extent(extent: int) -> int:
-    """Returns the size of a tile's axis that holds a whole axis of an array. A product needs at least 16."""
+    """Return the size of a tile's axis that holds a whole axis of an array. A product needs at least 16."""
     return max(pt.power_of_two(extent), 16)
 
 
@@ -80,7 +80,7 @@ def _advance_row(
     dt_softplus: bool,
     interpret: bool,
 ) -> None:
-    """Runs all chunks of a row for some channels of a head. Updates `pool` and writes `out`."""
+    """Run all chunks of a row for some channels of a head. Update `pool` and write `out`."""
     _, _, heads, _, state_dim = refs.pool.shape
     group = head // (heads // refs.B.shape[1])
     start, end = refs.query_start_loc[row], refs.query_start_loc[row + 1]
@@ -98,11 +98,11 @@ def _advance_row(
         return pieces(tile, count) if dtype == jnp.bfloat16 else (tile,)
 
     def chunks_up_to(length):
-        """Returns the number of chunks that hold the row's first `length` tokens."""
+        """Return the number of chunks that hold the row's first `length` tokens."""
         return 1 + jax.lax.div(length - first_length + chunk_size - 1, jnp.int32(chunk_size))
 
     def tokens_of(chunk):
-        """Returns the packed tokens of a chunk, and which of them exist. After the row's last chunk none does."""
+        """Return the packed tokens of a chunk, and which of them exist. After the row's last chunk none does."""
         token = start + jnp.maximum(first_length + (chunk - 1) * chunk_size, 0) + lane
         return token, token < jnp.minimum(start + first_length + chunk * chunk_size, end)
 
@@ -110,8 +110,8 @@ def _advance_row(
         token, live = tokens_of(chunk)
         return pt.load(refs.dt.at[token, head], mask=live, other=0.0)
 
-    def place(block):
-        """Returns the program's part of a block's state, and which of its elements exist."""
+    def tile_of(block):
+        """Return the program's tile of a block's state, and which of its elements exist."""
         at = refs.pool.at[layer, block, head, channel[None, :], column[:, None]]
         return at, column_inside[:, None] & channel_inside[None, :] & (block != NULL_BLOCK)
 
@@ -150,15 +150,15 @@ def _advance_row(
         between = (whole[:, None] - whole[None, :]) + (rest[:, None] - rest[None, :])
         between = pt.exp2(jnp.where(causal, between, -jnp.inf), interpret)
         within = between * dt[None, :] * dot(C, B.T, interpret=interpret)
-        y = decay(whole, rest)[:, None] * dot(C, split(state, _STATE_PIECES), interpret=interpret)
-        for piece in reversed(split(within, _WITHIN_PIECES)):
-            y = y + dot(piece, x.astype(dtype), interpret=interpret)
+        y = decay(whole, rest)[:, None] * dot(C, split(state, _STATE_TERMS), interpret=interpret)
+        for term in reversed(split(within, _WITHIN_TERMS)):
+            y = y + dot(term, x.astype(dtype), interpret=interpret)
 
-        # Each piece's product is added to the state in turn, so that their sum needs no registers of its own.
-        weighted = (decay(whole_end - whole, rest_end - rest) * dt)[:, None] * x.astype(jnp.float32)
+        # The terms' products are added to the state one after the other, so that their sum needs no registers.
+        decayed = (decay(whole_end - whole, rest_end - rest) * dt)[:, None] * x.astype(jnp.float32)
         state = decay(whole_end, rest_end) * state
-        for piece in reversed(split(weighted, _STATE_PIECES)):
-            state = state + dot(B.T, piece, interpret=interpret)
+        for term in reversed(split(decayed, _STATE_TERMS)):
+            state = state + dot(B.T, term, interpret=interpret)
 
         y = y if skip is None else y + skip * x.astype(jnp.float32)
         if refs.z is not None:
@@ -168,20 +168,20 @@ def _advance_row(
         return upcoming, state
 
     def advance_to(stop, chunk, block, carry):
-        """Runs the chunks from `chunk` up to `stop` and stores the state in `block`."""
+        """Run the chunks from `chunk` up to `stop` and store the state in `block`."""
         dt, state = jax.lax.fori_loop(chunk, stop, advance, carry)
-        at, mask = place(block)
+        at, mask = tile_of(block)
         pt.store(at, state.astype(refs.pool.dtype), mask=mask)
         return dt, state
 
-    at, mask = place(refs.read_block[row])
+    at, mask = tile_of(refs.read_block[row])
     carry = load_dt(0), pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
     chunk, count = jnp.int32(0), chunks_up_to(end - start)
     if refs.checkpoint_offset is not None and refs.checkpoint_offset.shape[1]:
 
         def segment(n, carry):
             chunk, carry = carry
-            # If there is no checkpoint to keep, the offset may be anything.
+            # If there is no checkpoint to keep, the offset is undefined.
             stop = jnp.clip(chunks_up_to(refs.checkpoint_offset[row, n]), chunk, count)
             return stop, advance_to(stop, chunk, refs.checkpoint_block[row, n], carry)
 
@@ -205,7 +205,7 @@ def ssd(
     dt_softplus: bool,
     run: Run,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel. See api.py."""
+    """Launch the kernel. See api.py."""
     num_tokens, heads, head_dim = x.shape
     num_rows, chunks, chunk_size = rows.num_rows, rows.chunks, rows.chunks.chunk_size
     config = _config(x, B, C, num_rows, chunk_size, run.config)
@@ -244,7 +244,7 @@ def ssd(
     results = pt.call(
         kernel,
         name="ssd",
-        # The grid places the programs of a group next to each other, because they read the same B and C.
+        # The programs of a group are next to each other in the grid, because they read the same B and C.
         grid=(-(-head_dim // block_dim), heads, num_rows + 1),
         inputs=inputs,
         outputs={"out": jax.ShapeDtypeStruct(x.shape, x.dtype)},

@@ -20,14 +20,14 @@ from pallas_kernels.ssd.decays import Factors, decays
 
 _STAGES = 2  # chunks whose tokens are in SMEM
 _STATES = 2  # states in SMEM
-_PIECES = 2  # bfloat16 terms, hi and lo, of a float32 number in products that states depend on
+_TERMS = 2  # bfloat16 terms, hi and lo, of a float32 value in products that states depend on
 _AT = Factors()
 
 
 def unsupported(
     x: jax.Array, B: jax.Array, C: jax.Array, z: jax.Array | None, pool: jax.Array, chunk_size: int
 ) -> str | None:
-    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    """Return the reason why the kernel cannot run these arguments, or None if it can."""
     head_dim, state_dim = pool.shape[3:]
     if any(v.dtype != jnp.bfloat16 for v in (x, B, C)):
         return f"x, B and C must be bfloat16, got {x.dtype}, {B.dtype} and {C.dtype}"
@@ -41,18 +41,18 @@ def unsupported(
 
 
 def _kernel(names, *arrays):
-    """Runs one row, head and tile of channels.
+    """Run one row, head and tile of channels.
 
-    `arrays` are, by their `names`, what `ssd` launches: the inputs, the pool, the outputs, SMEM and barriers. "full"
-    barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
+    `arrays` are, by their `names`, the operands of `ssd`'s launch: the inputs, the pool, the outputs, SMEM and barriers.
+    "full" barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
     """
     refs = SimpleNamespace(**(dict(z=None, skip=None) | dict(zip(names, arrays, strict=True))))
-    head, row, part = (hp.axis_index(axis) for axis in ("head", "row", "part"))
+    head, row, channel_tile = (hp.axis_index(axis) for axis in ("head", "row", "channel_tile"))
     heads, state_dim = refs.x.shape[1], refs.pool.shape[4]
     (token_rows, token_tiles), (out_rows, out_tile) = refs.tokens, refs.outputs
     columns = range(state_dim // TILE)
     group = jax.lax.div(head, jnp.int32(heads // refs.B.shape[1]))
-    dims = hp.ds(part * TILE, TILE)
+    dims = hp.ds(channel_tile * TILE, TILE)
     layer, read = refs.layer[0], refs.read_block[row]
     prefill_row = PrefillRow.of(refs, row)
     count = prefill_row.chunks_up_to(prefill_row.end - prefill_row.start)
@@ -61,7 +61,7 @@ def _kernel(names, *arrays):
         return jax.lax.rem(chunk, jnp.int32(_STAGES))
 
     def fetch():
-        """Copies the tokens of later chunks, and their factors, to SMEM."""
+        """Copy the tokens of later chunks, and their factors, to SMEM."""
         hp.set_max_registers(40, action="decrease")
 
         def one(chunk, _):
@@ -92,10 +92,10 @@ def _kernel(names, *arrays):
             hp.barrier_wait(refs.free.at[stage(chunk)])
 
     def carry_state():
-        """Computes the state after each chunk, and stores the one before it for the outputs."""
+        """Compute the state after each chunk, and store the one before it for the outputs."""
         hp.set_max_registers(232, action="increase")
 
-        def place(block, n):
+        def tile_of(block, n):
             return refs.pool.at[layer, block, head, dims, hp.ds(n * TILE, TILE)]
 
         def advance(chunk, state):
@@ -106,8 +106,8 @@ def _kernel(names, *arrays):
                 hp.barrier_wait(refs.state_free.at[out])
 
             for n in columns:
-                for piece, value in enumerate(pieces(state[n], _PIECES)):
-                    refs.states[out, piece, n] = value
+                for index, term in enumerate(pieces(state[n], _TERMS)):
+                    refs.states[out, index, n] = term
             hp.commit_smem()
             hp.barrier_arrive(refs.state_full.at[out])
             hp.barrier_wait(refs.full.at[at])
@@ -120,13 +120,13 @@ def _kernel(names, *arrays):
                     keep_rows(B.at[n], live)
 
             x = hp.load_tile(token_tiles["x"].at[at]).astype(jnp.float32)
-            weight = hp.along_rows(hp.load_per_row(refs.per_row.at[at, _AT.weight]), TILE)
-            weighted = jnp.where(hp.rows(SHAPE) < live, weight * x, hp.zeros(SHAPE, jnp.float32))
-            for piece, value in enumerate(pieces(weighted, _PIECES)):
-                refs.weighted[piece] = value
+            to_end = hp.along_rows(hp.load_per_row(refs.per_row.at[at, _AT.to_end]), TILE)
+            decayed = jnp.where(hp.rows(SHAPE) < live, to_end * x, hp.zeros(SHAPE, jnp.float32))
+            for index, term in enumerate(pieces(decayed, _TERMS)):
+                refs.decayed[index] = term
             hp.commit_smem()
             decay = refs.per_column[at, _AT.end - _AT.whole, 0]
-            left = [refs.weighted.at[piece].T for piece in reversed(range(_PIECES))]
+            left = [refs.decayed.at[index].T for index in reversed(range(_TERMS))]
             added = hp.multiply_all(SHAPE, [[(a, B.at[n]) for a in left] for n in columns])
             hp.barrier_arrive(refs.free.at[at])
             return [decay * s + a for s, a in zip(state, added, strict=True)]
@@ -136,10 +136,10 @@ def _kernel(names, *arrays):
 
         def store(block, state):
             for n in columns:
-                hp.store_gmem(place(block, n), state[n].astype(refs.pool.dtype))
+                hp.store_gmem(tile_of(block, n), state[n].astype(refs.pool.dtype))
 
         def initial(n):
-            load = lambda: hp.load_gmem_tile(place(read, n)).astype(jnp.float32)
+            load = lambda: hp.load_gmem_tile(tile_of(read, n)).astype(jnp.float32)
             return jax.lax.cond(read != NULL_BLOCK, load, lambda: hp.zeros(SHAPE, jnp.float32))
 
         state = prefill_row.run(refs, [initial(n) for n in columns], advance_to, store)
@@ -152,7 +152,7 @@ def _kernel(names, *arrays):
     outputs_from = lambda token: refs.out.at[hp.ds(token, TILE), head, dims]
 
     def write_outputs():
-        """Computes the outputs of each chunk from the state before it and from its own tokens."""
+        """Compute the outputs of each chunk from the state before it and from its own tokens."""
         hp.set_max_registers(232, action="increase")
 
         def one(chunk, _):
@@ -174,7 +174,7 @@ def _kernel(names, *arrays):
                 hp.commit_smem()
 
             hp.barrier_wait(refs.state_full.at[state])
-            of_state = [(C.at[n], refs.states.at[state, p, n].T) for p in reversed(range(_PIECES)) for n in columns]
+            of_state = [(C.at[n], refs.states.at[state, t, n].T) for t in reversed(range(_TERMS)) for n in columns]
             (y,) = hp.multiply_all(SHAPE, [of_state])
             hp.barrier_arrive(refs.state_free.at[state])
             y = per_row(_AT.from_state) * y + hp.multiply(SHAPE, [lambda: ([within], x)])
@@ -214,9 +214,9 @@ def ssd(
     *,
     dt_softplus: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches both kernels. See api.py."""
+    """Launch both kernels. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
-    parts, chunks = state_dim // TILE, rows.chunks
+    tiles, chunks = state_dim // TILE, rows.chunks
     skip = None
     if D is not None:
         skip = jnp.broadcast_to(D.astype(jnp.float32).reshape(heads, -1), (heads, head_dim))
@@ -227,16 +227,16 @@ def ssd(
         given |= dict(checkpoint_offset=rows.checkpoints.offset, checkpoint_block=rows.checkpoints.block)
     given |= dict(x=x, B=B, C=C, z=z, skip=skip)
     given |= dict(factors=decays(dt, A, dt_bias, chunks, dt_softplus=dt_softplus))
-    of_stage = dict(x=(_STAGES,), B=(_STAGES, parts), C=(_STAGES, parts))
-    copies = 1 + 2 * parts + 2
+    of_stage = dict(x=(_STAGES,), B=(_STAGES, tiles), C=(_STAGES, tiles))
+    copies = 1 + 2 * tiles + 2
     if z is not None:
         of_stage["z"], copies = (_STAGES,), copies + 1
     scratch = dict(
         tokens=hp.token_tiles({name: (*shape, *SHAPE) for name, shape in of_stage.items()}, x.dtype),
         per_row=hp.SMEM((_STAGES, 4, TILE), jnp.float32),
         per_column=hp.SMEM((_STAGES, 4, TILE), jnp.float32),
-        states=hp.tiled(_STATES, _PIECES, parts, *SHAPE, dtype=jnp.bfloat16),
-        weighted=hp.tiled(_PIECES, *SHAPE, dtype=jnp.bfloat16),
+        states=hp.tiled(_STATES, _TERMS, tiles, *SHAPE, dtype=jnp.bfloat16),
+        decayed=hp.tiled(_TERMS, *SHAPE, dtype=jnp.bfloat16),
         outputs=hp.token_tiles(SHAPE, x.dtype),
         full=hp.Barrier(num_arrivals=copies, num_barriers=_STAGES),
         free=hp.Barrier(num_arrivals=2, num_barriers=_STAGES),
@@ -252,7 +252,7 @@ def ssd(
         functools.partial(_kernel, [*arrays, "pool", "out", *scratch]),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(rows.num_rows, head_dim // TILE, heads),
-        grid_names=("row", "part", "head"),
+        grid_names=("row", "channel_tile", "head"),
         num_threads=3,
         thread_name=hp.WARPGROUP,
         scratch_types=list(scratch.values()),

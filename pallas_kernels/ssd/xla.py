@@ -14,7 +14,7 @@ from pallas_kernels.rows import Rows, kept_states
 def _advance_chunk(
     state: jax.Array, x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances the states of all heads by one chunk.
+    """Advance the states of all heads by one chunk.
 
     Args:
         state: The states before the chunk, [heads, head_dim, state_dim].
@@ -57,7 +57,7 @@ def ssd(
     *,
     dt_softplus: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs all rows in one scan over the chunks. See api.py."""
+    """Run all rows in one scan over the chunks. See api.py."""
     num_tokens, heads, _ = x.shape
     offset, block = kept_states(rows)
     A = A.astype(jnp.float32)
