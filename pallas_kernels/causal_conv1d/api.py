@@ -28,7 +28,7 @@ def check(
     activation: Activation,
     layout: WindowLayout,
 ) -> None:
-    """Checks what all convolutions have. `x` are the inputs, [tokens, channels]."""
+    """Check the arguments that all convolutions have. `x` are the inputs, [tokens, channels]."""
     check_layout(name, layout, WindowLayout)
     width, wanted = weight.shape
     is_pool = pool.ndim == 4 and pool.shape[3 if layout == "SD" else 2] == wanted
@@ -53,14 +53,14 @@ def causal_conv1d_update(
     layout: WindowLayout = "SD",
     run: Run = Run(),
 ) -> tuple[Any, Pool | PoolDS]:
-    """Convolves the tokens of decode and verify rows causally, and keeps windows for every number of accepted tokens.
+    """Convolve the tokens of decode and verify rows causally, and keep windows for every number of accepted tokens.
 
     y[t] = act(bias + sum_j weight[j] * u[t - (width-1) + j]), where u is the row's window followed by its tokens. The
     window is rows window_row .. window_row + width-2 of the block `window_read`. The new block holds rows 1 .. width-2 of
     that window and then all of the row's tokens. After n of them have been accepted, the next step therefore reads from
     window row n - 1. The rows of the new block after the last token are unspecified.
 
-    A row may also keep an older window, that of a boundary which it has passed: rows `boundary.row` .. `boundary.row` +
+    A row may also keep an older window, at a boundary which it has passed: rows `boundary.row` .. `boundary.row` +
     width-2 of the block `window_read` go to rows 0 .. width-2 of `boundary.block`, whose other rows are unspecified. A row
     keeps it even if it has no tokens. All other rows without tokens take no part.
 
@@ -99,7 +99,7 @@ def causal_conv1d_update(
     has_tokens = x.shape[0] > 0
     outs = None
     if rows.num_rows and (has_tokens or rows.boundary is not None):
-        # Kernels have no arrays of no tokens. A token after the last row changes nothing.
+        # No array of a kernel may be empty. A token after the last row changes nothing.
         inputs = x if has_tokens else jnp.zeros((1, x.shape[1]), x.dtype)
         outs, pool = _update((inputs, pool, weight, bias, rows), activation, sizes, layout, run)
     if outs is None or not has_tokens:
@@ -120,15 +120,15 @@ def causal_conv1d_prefill(
     layout: WindowLayout = "SD",
     run: Run = Run(),
 ) -> tuple[Any, Float[Array, "layers blocks *state"]]:
-    """Convolves rows of any length causally, and keeps each row's last width-1 inputs as its window.
+    """Convolve rows of any length causally, and keep each row's last width-1 inputs as its window.
 
-    The equation is that of `causal_conv1d_update`. The new window is in window rows 0 .. width-2; if the row has fewer
+    The equation is in `causal_conv1d_update`. The new window is in window rows 0 .. width-2; if the row has fewer
     than width-1 tokens, the window starts with inputs from the old one. A row's outputs and window are the same bits,
     however its tokens were split over calls. "xla" can be differentiated.
 
     Args:
-        x: Inputs of all rows, packed. Channels after those of `weight` are ignored, so that a part of a wider product
-            need not be copied out of it.
+        x: Inputs of all rows, packed. Channels after the channels of `weight` are ignored, so that the first columns
+            of a wider product need not be copied out of it.
         pool: Windows of all layers and blocks in `layout`, the oldest input first. It is updated in place if the enclosing
             jit donates it, and copied otherwise.
         weight: Taps; the last one is for the current token.

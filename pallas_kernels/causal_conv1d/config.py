@@ -15,7 +15,7 @@ class Config:
         num_warps: The number of warps per program.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field has a value that is not allowed.
     """
 
     tile: int
@@ -26,11 +26,11 @@ class Config:
 
 
 def default_config(layout: WindowLayout = "SD") -> Config:
-    """Returns the configuration in which a thread holds four channels, or one channel for windows of layout "DS".
+    """Return the configuration in which a thread holds four channels, or one channel for windows of layout "DS".
 
     With 1 to 256 rows and layout "SD" it is the fastest of `benchmarks.tune`, or within 2 % of it, on an H200 with JAX
     0.11.2. In layout "DS" the channels of a window row are not neighbours in memory, so a thread cannot access four of
-    them at once. With one channel per thread, windows and tokens are held by the same threads and change none. That
+    them at once. With one channel per thread, the same threads hold windows and tokens. That
     configuration is not tuned.
     """
     return Config(tile=1024, num_warps=8) if layout == "SD" else Config(tile=128, num_warps=4)
@@ -46,7 +46,7 @@ class PrefillConfig:
         num_warps: The number of warps per program.
 
     Raises:
-        ValueError: if a field is none of the numbers that it may be.
+        ValueError: if a field has a value that is not allowed.
     """
 
     tile: int
@@ -59,7 +59,7 @@ class PrefillConfig:
 
 
 def default_prefill_config(layout: WindowLayout = "SD") -> PrefillConfig:
-    """Returns the configuration with one warp, whose threads hold four channels each, or one for layout "DS".
+    """Return the configuration with one warp, whose threads hold four channels each, or one for layout "DS".
 
     With 8192 channels and layout "SD" it is the fastest of `benchmarks.tune` on an H200 with JAX 0.11.2. For layout "DS"
     see `default_config`; it is not tuned.

@@ -21,21 +21,21 @@ from pallas_kernels.causal_conv1d.config import default_config, default_prefill_
 from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 
-_WORD = 16  # the number of tokens whose row starts fit into one int32, with those of the width-2 tokens before them
+_WORD = 16  # the number of tokens whose row starts fit into one int32, with the row starts of the width-2 tokens before
 
 
 def _load(at, inside: jax.Array) -> jax.Array:
     return pt.load(at, mask=inside, other=0.0)
 
 
-def _place(refs: Refs, layout: WindowLayout, layer, block, window_row, channel: jax.Array):
-    """Returns the place of the program's channels of one window row in the pool."""
-    place = (window_row, channel) if layout == "SD" else (channel, window_row)
-    return refs.pool.at[(layer, block, *place)]
+def _window_row_at(refs: Refs, layout: WindowLayout, layer, block, window_row, channel: jax.Array):
+    """Return the reference to the program's channels of one window row in the pool."""
+    indices = (window_row, channel) if layout == "SD" else (channel, window_row)
+    return refs.pool.at[(layer, block, *indices)]
 
 
 def _parameters(refs: Refs, channel: jax.Array, inside: jax.Array) -> tuple[list[jax.Array], jax.Array | None]:
-    """Loads the taps, and the bias if there is one, for the program's channels."""
+    """Load the taps, and the bias if there is one, for the program's channels."""
     taps = [
         _load(refs.weight.at[jnp.int32(j), channel], inside).astype(jnp.float32) for j in range(refs.weight.shape[0])
     ]
@@ -48,7 +48,7 @@ def _output(
     bias: jax.Array | None,
     activate: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
-    """Returns the output of one token, the last of the `width` inputs in `window`."""
+    """Return the output of one token, the last of the `width` inputs in `window`."""
     y = jnp.zeros(window[0].shape, jnp.float32) if bias is None else bias
     for tap, value in zip(taps, window, strict=True):
         y = y + tap * value.astype(jnp.float32)
@@ -58,7 +58,7 @@ def _output(
 def _update_kernel(
     refs: Refs, *, tile: int, activation: str | None, parts: Sequence[int], layout: WindowLayout
 ) -> None:
-    """Runs one row and tile of channels.
+    """Run one row and tile of channels.
 
     Reads all inputs of `call` below, updates `pool` and writes the outputs `part0`, `part1`, ..
     """
@@ -76,9 +76,9 @@ def _update_kernel(
         boundary_row, boundary = refs.boundary_row[row], refs.boundary_block[row]
 
     def store(token, y, mask):
-        for ref, place, inside_part in pt.parts(refs, parts, channel):
+        for ref, index, inside_part in pt.parts(refs, parts, channel):
             part_mask = mask if len(parts) == 1 else mask & inside_part
-            pt.store(ref.at[token, place], y.astype(ref.dtype), mask=part_mask)
+            pt.store(ref.at[token, index], y.astype(ref.dtype), mask=part_mask)
 
     taps, bias = _parameters(refs, channel, inside)
     is_row, has_tokens = program < rows, end > start
@@ -93,7 +93,7 @@ def _update_kernel(
         # Everything is read before anything is written, and one thread handles all rows of a channel. The read block
         # may therefore be the write block or the boundary's block.
         def old(first, j):
-            return _place(refs, layout, layer, read, first + j, channel)
+            return _window_row_at(refs, layout, layer, read, first + j, channel)
 
         history = [_load(old(window_row, j), live & (read != NULL_BLOCK)) for j in range(width - 1)]
         kept = []
@@ -102,15 +102,15 @@ def _update_kernel(
         new = [_load(refs.x.at[jnp.minimum(start + t, end - 1), channel], live) for t in range(longest)]
         inputs = history + new
         for j, value in enumerate(kept):
-            pt.store(_place(refs, layout, layer, boundary, jnp.int32(j), channel), value, mask=keeps)
+            pt.store(_window_row_at(refs, layout, layer, boundary, jnp.int32(j), channel), value, mask=keeps)
         for j, value in enumerate(inputs[1:]):
             keep = live & (write != NULL_BLOCK) & (j < width - 2 + end - start)
-            pt.store(_place(refs, layout, layer, write, jnp.int32(j), channel), value, mask=keep)
+            pt.store(_window_row_at(refs, layout, layer, write, jnp.int32(j), channel), value, mask=keep)
         for t in range(longest):
             y = _output(inputs[t : t + width], taps, bias, silu if activation == "silu" else None)
             store(start + t, y, inside & (start + t < end))
 
-    # The tokens after the last row belong to no row. The program with the token's number writes zeros.
+    # The tokens after the last row belong to no row. The program with the token's index writes zeros.
     @pt.when((program < tokens) & (program >= total))
     def _():
         store(program, jnp.zeros((tile,), refs.x.dtype), inside)
@@ -128,7 +128,7 @@ def causal_conv1d_update(
     layout: WindowLayout,
     run: Run,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Launches the update kernel. See api.py."""
+    """Launch the update kernel. See api.py."""
     config = run.config or default_config(layout)
     results = pt.call(
         functools.partial(_update_kernel, tile=config.tile, activation=activation, parts=parts, layout=layout),
@@ -165,7 +165,7 @@ def _prefill_kernel(
     layout: WindowLayout,
     interpret: bool,
 ) -> None:
-    """Runs one row's beginning, or one block of tokens, for a tile of channels.
+    """Run one row's beginning, or one block of tokens, for a tile of channels.
 
     Updates `pool` and writes the outputs `part0`, `part1`, ..
     """
@@ -173,8 +173,8 @@ def _prefill_kernel(
     activate = functools.partial(pt.silu, interpret=interpret) if activation == "silu" else None
     channel, inside = pt.lanes(pt.program_id(0), tile, channels)
     # The first programs have a row each. They do everything that needs the row's initial window: they run the row's
-    # first width-1 tokens and keep its windows. The other programs have a block of packed tokens each. All that they
-    # know of the rows is where they start.
+    # first width-1 tokens and keep its windows. The other programs have a block of packed tokens each. They load
+    # only the rows' starts.
     program = pt.program_id(1)
     is_row, row = program < rows, jnp.minimum(program, rows - 1)
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
@@ -182,7 +182,7 @@ def _prefill_kernel(
     first = jnp.where(is_row, start, (program - rows) * block)
 
     def is_past_first():
-        """Yields for each token of the block whether it comes after the first width-1 tokens of its row."""
+        """Yield for each token of the block whether it comes after the first width-1 tokens of its row."""
         row, exists = pt.lanes(0, pt.power_of_two(rows), rows)
         start, end = (pt.load(refs.query_start_loc.at[r], mask=exists, other=0) for r in (row, row + 1))
         for t in range(0, block, _WORD):
@@ -199,19 +199,19 @@ def _prefill_kernel(
         # One thread handles all rows of a channel and reads the row's block before it writes any block. The read block
         # and the written blocks may therefore be the same.
         def old(j):
-            return _place(refs, layout, layer, read, window_row + j, channel)
+            return _window_row_at(refs, layout, layer, read, window_row + j, channel)
 
         history = [_load(old(j), inside & is_row & (read != NULL_BLOCK)) for j in range(width - 1)]
 
         def keep(offset, block):
-            """Writes the window after `offset` tokens of the row to `block`."""
+            """Write the window after `offset` tokens of the row to `block`."""
             mask = inside & (block != NULL_BLOCK)
             at = [offset - (width - 1) + j for j in range(width - 1)]
             window = [_load(refs.x.at[start + jnp.maximum(token, 0), channel], mask) for token in at]
             for j, (token, value) in enumerate(zip(at, window, strict=True)):
                 for k, u in enumerate(history):
                     value = jnp.where(token == k - (width - 1), u, value)
-                pt.store(_place(refs, layout, layer, block, jnp.int32(j), channel), value, mask=mask)
+                pt.store(_window_row_at(refs, layout, layer, block, jnp.int32(j), channel), value, mask=mask)
 
         def checkpoint(n, _):
             keep(refs.checkpoint_offset[row, n], refs.checkpoint_block[row, n])
@@ -236,8 +236,8 @@ def _prefill_kernel(
             of_row = is_row & (token < end) & (t < width - 1)
             live = inside & (of_row | ~is_row & (past_first | (token >= total)) & (token < tokens))
             y = jnp.where(token < total, y, 0.0).astype(refs.x.dtype)
-            for ref, place, inside_part in pt.parts(refs, parts, channel):
-                pt.store(ref.at[token, place], y, mask=live & inside_part)
+            for ref, index, inside_part in pt.parts(refs, parts, channel):
+                pt.store(ref.at[token, index], y, mask=live & inside_part)
 
 
 def causal_conv1d_prefill(
@@ -252,7 +252,7 @@ def causal_conv1d_prefill(
     layout: WindowLayout,
     run: Run,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Launches the prefill kernel. See api.py."""
+    """Launch the prefill kernel. See api.py."""
     config = run.config or default_prefill_config(layout)
     block = max(config.block, weight.shape[0] - 1)
     options = dict(activation=activation, parts=parts, layout=layout, interpret=run.interpret)

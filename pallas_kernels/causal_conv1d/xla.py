@@ -9,10 +9,10 @@ from pallas_kernels.rows import Rows, cut_columns, kept_states, token_rows
 
 
 def _history(pool: jax.Array, rows: Rows, first_row: jax.Array, width: int, layout: WindowLayout) -> jax.Array:
-    """Returns the width-1 inputs from a window row on, [rows, width-1, channels], in the pool's dtype."""
+    """Return the width-1 inputs from a window row on, [rows, width-1, channels], in the pool's dtype."""
     window_row = first_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
-    place = (window_row,) if layout == "SD" else (slice(None), window_row)
-    history = pool.at[rows.layer, rows.window_read[:, None], *place].get(mode="clip")
+    indices = (window_row,) if layout == "SD" else (slice(None), window_row)
+    history = pool.at[rows.layer, rows.window_read[:, None], *indices].get(mode="clip")
     return jnp.where(per_row(rows.window_read != NULL_BLOCK, history), history, jnp.zeros_like(history))
 
 
@@ -24,7 +24,7 @@ def _convolve(
     query_start_loc: jax.Array,
     activation: str | None,
 ) -> jax.Array:
-    """Returns the outputs [tokens, channels], given each row's history [rows, width-1, channels]."""
+    """Return the outputs [tokens, channels], given each row's history [rows, width-1, channels]."""
     num_tokens, width = x.shape[0], weight.shape[0]
     rows = token_rows(query_start_loc, num_tokens)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -35,7 +35,7 @@ def _convolve(
         from_row = (rows.offset >= back)[:, None]
         before = history[rows.row, jnp.clip(rows.offset + j, 0, width - 2)]
         u = jnp.where(from_row, x[jnp.maximum(token - back, 0)], before).astype(jnp.float32)
-        # What padding tokens would read may be NaN, and the gradient of the taps would be 0 times it.
+        # Padding tokens may read NaN, and the gradient of the taps would be 0 times it.
         y = y + taps[j][None] * jnp.where(rows.valid[:, None], u, 0.0)
     if activation == "silu":
         y = silu(y)
@@ -43,7 +43,7 @@ def _convolve(
 
 
 def _windows(x: jax.Array, history: jax.Array, start: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the inputs at the indices `at` [rows, n] of each row, [rows, n, channels].
+    """Return the inputs at the indices `at` [rows, n] of each row, [rows, n, channels].
 
     Index 0 is the row's first token, and the negative indices are its history.
     """
@@ -57,7 +57,7 @@ def _windows(x: jax.Array, history: jax.Array, start: jax.Array, at: jax.Array) 
 def _keep(
     pool: jax.Array, layer: int | jax.Array, block: jax.Array, windows: jax.Array, layout: WindowLayout
 ) -> jax.Array:
-    """Writes windows [rows, window, channels] to blocks [rows] and returns the new pool."""
+    """Write windows [rows, window, channels] to blocks [rows] and return the new pool."""
     return write_blocks(pool, layer, block, windows if layout == "SD" else windows.swapaxes(1, 2))
 
 
@@ -72,7 +72,7 @@ def causal_conv1d_update(
     parts: tuple[int, ...],
     layout: WindowLayout,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Convolves decode and verify rows. See api.py."""
+    """Convolve decode and verify rows. See api.py."""
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
     start, length = rows.query_start_loc[:-1], jnp.diff(rows.query_start_loc)
     history = _history(pool, rows, rows.window_row, width, layout)
@@ -99,7 +99,7 @@ def causal_conv1d_prefill(
     parts: tuple[int, ...],
     layout: WindowLayout,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Convolves rows of any length. See api.py."""
+    """Convolve rows of any length. See api.py."""
     x = x[:, : weight.shape[1]]
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
     history = _history(pool, rows, rows.window_row, width, layout)
