@@ -10,7 +10,6 @@ import numpy as np
 
 import pallas_kernels
 from pallas_kernels import Fold, Rows, chunk_rows
-from pallas_kernels._check import Arguments
 
 TOKENS, ROWS, LAYERS, BLOCKS, HEADS, DIM, PAGE, WINDOW = 5, 2, 3, 6, 2, 4, 4, 3
 SHAPES = dict(
@@ -45,7 +44,7 @@ def _array(annotation, name):
 
 
 def group(kind):
-    """Returns a value of a class of `Arguments`, made of small arrays."""
+    """Returns a value that groups arguments of ops, made of small arrays."""
     return kind(**{field.name: _array(field.type, field.name) for field in dataclasses.fields(kind)})
 
 
@@ -78,7 +77,7 @@ def arguments(op):
             given[name] = rows()
         elif parameter.default is inspect.Parameter.empty:
             kind = parameter.annotation
-            given[name] = group(kind) if isinstance(kind, type) and issubclass(kind, Arguments) else _array(kind, name)
+            given[name] = group(kind) if dataclasses.is_dataclass(kind) else _array(kind, name)
     return given
 
 
