@@ -296,7 +296,7 @@ def _keep_layer(
     no_tokens, nothing = jnp.zeros((0, channels), pool.dtype), jnp.zeros_like(read)
     rows = Rows(
         query_start_loc=jnp.zeros(read.shape[0] + 1, jnp.int32),
-        layer=layer,
+        layer=jnp.int32(layer),
         window_read=read,
         window_row=nothing,
         write=nothing[:, None],

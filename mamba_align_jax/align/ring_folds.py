@@ -55,7 +55,7 @@ def _fold_delta_rule(ring: DeltaRuleRing, rows: Rows, run: Run, layer: jax.Array
     gate, per_head = jnp.zeros((0, heads), ring.dtype), jnp.zeros(heads, jnp.float32)
     states, k, u, g = arrays
     operands = qkv, gate, gate, per_head, per_head, states, DeltaRuleEntries(k=k, u=u, g=g)
-    _, states, entries = gated_delta_rule_deferred(*operands, replace(rows, layer=layer), run=run)
+    _, states, entries = gated_delta_rule_deferred(*operands, replace(rows, layer=jnp.int32(layer)), run=run)
     return states, entries.k, entries.u, entries.g
 
 
@@ -63,7 +63,7 @@ def _fold_mamba2(ring: Mamba2Ring, rows: Rows, run: Run, layer: jax.Array, array
     xBC = jnp.zeros((0, ring.heads * ring.head_dim + 2 * ring.groups * ring.state_dim), ring.dtype)
     dt, A = jnp.zeros((0, ring.heads), ring.dtype), jnp.zeros(ring.heads, jnp.float32)
     states, *entries = arrays
-    operands = xBC, dt, A, states, Mamba2Entries(*entries), replace(rows, layer=layer)
+    operands = xBC, dt, A, states, Mamba2Entries(*entries), replace(rows, layer=jnp.int32(layer))
     _, states, entries = selective_state_deferred(*operands, run=run)
     return states, *jax.tree.leaves(entries)
 
