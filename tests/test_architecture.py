@@ -279,7 +279,9 @@ OF_OTHERS = {
         "runner._init_pools",
     },
     "mamba_align_jax.processes.loss": {"os._exit"},
-    "mamba_align_jax.serve.command": {"argparse._ArgumentGroup"},  # the type of what a public method returns
+    # The type of what a public method returns.
+    "mamba_align_jax._options": {"argparse._ArgumentGroup"},
+    "mamba_align_jax.serve.command": {"argparse._ArgumentGroup"},
 }
 
 
@@ -375,9 +377,13 @@ def test_a_class_shares_no_private_name_with_a_base_of_another_module(module, na
 OF_FAMILIES = {"Config", "Layer", "MoE", "Model"}
 # In the server a message has the name of the event that it carries, and the forms of the bodies are those of one protocol.
 OF_MESSAGES = {
-    "StateStored": {"mamba_align_jax.cache.events", "mamba_align_jax.serve.event_stream"},
-    "StateRemoved": {"mamba_align_jax.cache.events", "mamba_align_jax.serve.event_stream"},
-    "Form": {"mamba_align_jax.serve.chat", "mamba_align_jax.serve.completions", "mamba_align_jax.serve.service"},
+    "StateStored": {"mamba_align_jax.cache.events", "mamba_align_jax.serve.events.stream"},
+    "StateRemoved": {"mamba_align_jax.cache.events", "mamba_align_jax.serve.events.stream"},
+    "Form": {
+        "mamba_align_jax.serve.api.chat",
+        "mamba_align_jax.serve.api.completions",
+        "mamba_align_jax.serve.api.service",
+    },
 }
 
 
