@@ -1,4 +1,4 @@
-"""Products, norms and mixtures of experts of few tokens that follow each other, in one launch."""
+"""Chains of products, norms and mixtures of experts of few tokens, in one launch."""
 
 from pallas_kernels.product_chain._schedule import MOST_TOKENS as MOST_TOKENS
 from pallas_kernels.product_chain._steps import Convolution as Convolution

@@ -1,7 +1,7 @@
-"""How a warpgroup of product_chain's launch selects a token's experts.
+"""The top-k choice of a token's experts by a warpgroup of product_chain's launch (SM90).
 
-Every warp has all logits, some in each lane, and finds the largest one after the other, so no warp waits for another one.
-All warps store the same numbers.
+Every warp has all logits, some in each lane, and finds the largest logits one after the other by warp-wide reductions, so
+no warp waits for another one. All warps store the same values.
 """
 
 import functools
@@ -19,12 +19,12 @@ _LOG2_E = 1.4426950408889634
 
 
 def choose(logits: Any, chosen: Any, factors: Any, experts: Experts) -> None:
-    """Chooses a token's experts by their logits, and computes their factors.
+    """Choose a token's experts by their logits, and compute their routing weights. The whole warpgroup runs it.
 
     Args:
         logits: The router's outputs, in SMEM. float32 [at least the router's outputs]
-        chosen: Receives the experts, shared ones first and then the best one, in SMEM. int32 [32]
-        factors: Receives their factors, in the same order, in SMEM. float32 [32]
+        chosen: Receives the experts' indices, shared experts first, then the best expert, and so on, in SMEM. int32 [32]
+        factors: Receives their routing weights, in the same order, in SMEM. float32 [32]
         experts: The mixture.
     """
     hp.inline(functools.partial(_choose, experts=experts), (logits, ()), (chosen, ()), (factors, ()))
@@ -38,14 +38,14 @@ def _choose(logits: Any, chosen: Any, factors: Any, experts: Experts) -> None:
     exists = [name < experts.routed for name in names]
     keys = [hp.select(real, _key(logits[name]), _TAKEN) for name, real in zip(names, exists, strict=True)]
     left, best, best_key, found = keys, lane, hp.i32(0), []
-    for turn in range(experts.top_k):
+    for rank in range(experts.top_k):
         key = hp.reduce_warp("max", functools.reduce(hp.maximum, left))
         found.append(key)
         pairs = [*zip(names, left, strict=True)]
         candidates = [hp.select(own == key, name, _FLIP) for name, own in pairs]
         expert = hp.reduce_warp("min", functools.reduce(hp.minimum, candidates))
         left = [hp.select(name == expert, _TAKEN, own) for name, own in pairs]
-        is_here = lane == turn
+        is_here = lane == rank
         best, best_key = hp.select(is_here, expert, best), hp.select(is_here, key, best_key)
 
     largest = _logit(found[0])
@@ -64,20 +64,20 @@ def _choose(logits: Any, chosen: Any, factors: Any, experts: Experts) -> None:
         gate = hp.f32(1.0) / (hp.f32(1.0) + odds)
     shared = lane + (experts.routed - experts.top_k)
     after_shared = lane + experts.shared
-    place = hp.index(hp.select(is_routed, after_shared, lane - experts.top_k))
+    slot = hp.index(hp.select(is_routed, after_shared, lane - experts.top_k))
     with hp.predicated(lane < experts.chosen):
-        chosen[place] = hp.select(is_routed, best, shared)
-        factors[place] = hp.select(is_routed, weight / total, gate)
+        chosen[slot] = hp.select(is_routed, best, shared)
+        factors[slot] = hp.select(is_routed, weight / total, gate)
 
 
 def _key(logit: Any) -> Any:
-    """Returns an int32 number in whose order logits are."""
+    """Return an int32 key per logit, float32, with the order of the logits."""
     bits = hp.bitcast(logit, jnp.int32)
     is_negative = bits < 0
     return hp.select(is_negative, bits ^ _FLIP, bits)
 
 
 def _logit(key: Any) -> Any:
-    """Returns the logit of a key."""
+    """Return the logit, float32, of a key, int32: the inverse of `_key`."""
     is_negative = key < 0
     return hp.bitcast(hp.select(is_negative, key ^ _FLIP, key), jnp.float32)

@@ -1,8 +1,8 @@
-"""The convolution at the end of a chain, on Hopper GPUs.
+"""The causal convolution at the end of a chain (SM90).
 
-The warp (one token) or the thread (several tokens, two results) that has a token's result convolves it. It loads their
-windows while their weights are copied, so it need not wait for them afterwards. No other thread of the launch loads or
-stores these channels of the token's blocks.
+The warp (one token) or the thread (several tokens, two results) that has a token's result convolves it. It loads the
+windows from GMEM while the weights are copied to SMEM, so it need not wait for them afterwards. No other thread of the
+launch loads or stores these channels of the token's blocks.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from pallas_kernels.product_chain import _fragments as fragments
 from pallas_kernels.product_chain._schedule import MOST_TOKENS
 from pallas_kernels.product_chain._steps import Convolution
 
-_NONE = -1  # stands for a window that is not there
+_NONE = -1  # the row index of a window that does not exist
 
 
 class Convolved(NamedTuple):
-    """A convolution, as CTAs see it: references to the arrays of `Convolution`, and its activation."""
+    """A convolution in a kernel: the references of the arrays of `Convolution`, and its activation."""
 
     pool: Any
     layer: Any
@@ -34,7 +34,7 @@ class Convolved(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of inputs that a result sees."""
+        """The number of taps."""
         return self.weight.shape[0]
 
     @property
@@ -44,7 +44,7 @@ class Convolved(NamedTuple):
 
 
 def unsupported(step: Convolution, dtype: Any) -> str | None:
-    """Returns why a launch cannot end with a convolution, or None. `dtype` is that of the product's results."""
+    """Return why a launch cannot end with a convolution, or None. `dtype` is the dtype of the product's results."""
     if step.layout != "SD":
         return f"the windows of a convolution must have the layout SD, got {step.layout}"
     dtypes = {jnp.dtype(array.dtype) for array in (step.pool, step.weight)}
@@ -55,15 +55,15 @@ def unsupported(step: Convolution, dtype: Any) -> str | None:
 
 
 def arrays_of(step: Convolution | None) -> dict[str, Any] | None:
-    """Returns the fields of `Convolved` that are arrays, as a kernel's arguments. The pool is a reference, to be frozen."""
+    """Return the arrays of `Convolved` as a kernel's arguments. The pool is a mutable reference; the caller freezes it."""
     if step is None:
         return None
     given = {name: getattr(step, name) for name in Convolved._fields if name != "activation"}
     return given | dict(pool=jax.new_ref(step.pool), layer=jnp.int32(step.layer).reshape(1))
 
 
-def seen_by_programs(step: Convolution | None, refs: dict[str, Any] | None) -> Convolved | None:
-    """Returns a convolution, given the references to what `arrays_of` has returned."""
+def with_references(step: Convolution | None, refs: dict[str, Any] | None) -> Convolved | None:
+    """Return the convolution in a kernel, given the references of the arrays of `arrays_of`."""
     return None if step is None or refs is None else Convolved(**refs, activation=step.activation)
 
 
@@ -71,25 +71,25 @@ def seen_by_programs(step: Convolution | None, refs: dict[str, Any] | None) -> C
 
 
 def rows_of_one(step: Convolved) -> tuple[jax.Array, jax.Array]:
-    """Returns the first window row that the token reads, and the first that it writes: see `load_rows`."""
+    """Return the indices of the first window row that the token reads, and of the first that it writes: see `load_rows`."""
     (_, blocks, window, _), rows = step.pool.shape, step.read_block.shape[0]
     before = sum((step.query_start_loc[n + 1] <= 0).astype(jnp.int32) for n in range(rows))  # rows before the token's
     row = jnp.minimum(before, rows - 1)
 
-    def place(block: jax.Array, inside: Any) -> jax.Array:
-        is_there = (before < rows) & (block != NULL_BLOCK)
-        return jnp.where(is_there, (step.layer[0] * blocks + block) * window + inside, _NONE)
+    def index_of(block: jax.Array, inside: Any) -> jax.Array:
+        exists = (before < rows) & (block != NULL_BLOCK)
+        return jnp.where(exists, (step.layer[0] * blocks + block) * window + inside, _NONE)
 
-    return place(step.read_block[row], step.window_row[row]), place(step.write_block[row], 0)
+    return index_of(step.read_block[row], step.window_row[row]), index_of(step.write_block[row], 0)
 
 
 def load_by_warp(step: Convolved, row: jax.Array, first: jax.Array) -> jax.Array:
-    """Loads what each warp needs to convolve a result: the window, the oldest input first, and the taps.
+    """Load each warp's window, the oldest input first, and taps from GMEM to registers. One warp convolves one channel.
 
     Args:
         step: The convolution.
-        row: The first window row, of `rows_of_one`.
-        first: The channel of the first warp. Nothing is loaded for channels that are not convolved.
+        row: The index of the first window row, of `rows_of_one`.
+        first: The channel of the first warp. Channels that are not convolved are not loaded.
     """
 
     def body(pool: Any, weight: Any, row: Any, first: Any) -> Any:
@@ -104,21 +104,21 @@ def load_by_warp(step: Convolved, row: jax.Array, first: jax.Array) -> jax.Array
 def store_by_warp(
     step: Convolved, out: Any, value: jax.Array, held: jax.Array, row: jax.Array, first: jax.Array
 ) -> None:
-    """Convolves a result of each warp, float32 [4], and stores it and its window.
+    """Convolve a result of each warp, float32 [4], and store it and its new window to GMEM.
 
     Args:
         step: The convolution.
-        out: The results that are convolved. [channels]
-        value: The results.
-        held: What `load_by_warp` has loaded.
-        row: The first window row that is written, of `rows_of_one`.
+        out: Receives the convolved results. [channels]
+        value: The results of the product.
+        held: The registers of `load_by_warp`.
+        row: The index of the first window row that is written, of `rows_of_one`.
         first: The channel of the first warp.
     """
 
     def body(value: Any, held: Any, out: Any, pool: Any, row: Any, first: Any) -> None:
         lane, warp = hp.lane_and_warp(hp.thread_index())
-        channel, number = first + warp, hp.unpack(value[0])[0]
-        inputs, (convolved, _) = _convolve(step, hp.elements(held), [number, number])
+        channel, result = first + warp, hp.unpack(value[0])[0]
+        inputs, (convolved, _) = _convolve(step, hp.elements(held), [result, result])
         is_first = lane < 1
         with hp.predicated(is_first):
             out[channel] = convolved.astype(step.pool.dtype)
@@ -131,9 +131,9 @@ def store_by_warp(
 
 
 def load_rows(step: Convolved, tokens: int) -> jax.Array:
-    """Loads the indices of each thread's window rows: the first one that it reads, and the first one that it writes.
+    """Load the indices of each thread's first window row to read, and first window row to write, int32 [2 * 128].
 
-    Window rows are counted over all layers and blocks. A thread without a row, or without a block, gets `_NONE`.
+    Window rows are counted over all layers and blocks. A thread without a row, or whose block is NULL_BLOCK, gets `_NONE`.
     """
     (_, blocks, window, _), rows = step.pool.shape, step.read_block.shape[0]
 
@@ -149,8 +149,8 @@ def load_rows(step: Convolved, tokens: int) -> jax.Array:
         for ref, inside in ((read, window_row[at]), (write, hp.i32(0))):
             block = ref[at]
             row = (first + block) * window + inside
-            is_there = exists & (block != NULL_BLOCK)
-            found.append(hp.select(is_there, row, _NONE))
+            has_window = exists & (block != NULL_BLOCK)
+            found.append(hp.select(has_window, row, _NONE))
         return (hp.strided(found),)
 
     refs = step.layer, step.query_start_loc, step.read_block, step.window_row, step.write_block
@@ -158,21 +158,21 @@ def load_rows(step: Convolved, tokens: int) -> jax.Array:
 
 
 def load_by_thread(step: Convolved, rows: jax.Array, first: Any, tokens: int) -> jax.Array:
-    """Loads what each thread needs to convolve two results, which share words: the window, and the taps.
+    """Load each thread's windows and taps from GMEM to registers. A thread convolves two channels, one word of 32 bits.
 
     Args:
         step: The convolution.
         rows: See `load_rows`.
-        first: The first of the block's channels. Nothing is loaded for channels that are not convolved.
+        first: The block's first channel. Channels that are not convolved are not loaded.
         tokens: The number of tokens.
     """
 
     def body(pool: Any, weight: Any, rows: Any, first: Any) -> Any:
-        number = hp.thread_of_cta()
-        channel = first + (number & 3) * 2
+        thread = hp.thread_of_cta()
+        channel = first + (thread & 3) * 2
         row, _write = hp.elements(rows)
         is_convolved = first < step.channels
-        is_convolved = is_convolved & (number < tokens * fragments.PAIRS)
+        is_convolved = is_convolved & (thread < tokens * fragments.PAIRS)
         return (hp.strided(_load(step, pool, weight, row, channel, is_convolved, 32)),)
 
     results = [(128 * (2 * step.width - 1), jnp.int32)]
@@ -182,34 +182,34 @@ def load_by_thread(step: Convolved, rows: jax.Array, first: Any, tokens: int) ->
 def emit_convolved(
     step: Convolved, parts: Sequence[int], dtype: Any, token: Any, pair: Any, values: Sequence[Any], *operands: Any
 ) -> None:
-    """Stores two results of the chain like `emit_parts`, in `finish`. Those of the first part are convolved before."""
+    """Store two results of the chain like `emit_parts`, in `finish`, but convolve results of the first part before."""
     *refs, row, rows, held, pool = operands
     with hp.predicated(row < step.channels):
         inputs, convolved = _convolve(step, hp.elements(held), values)
-        place = hp.index(fragments.place_of_pair(token, pair, row, step.channels))
-        hp.store_vector(hp.rounded_pair(convolved, dtype), refs[0], place)
+        offset = hp.index(fragments.offset_of_pair(token, pair, row, step.channels))
+        hp.store_vector(hp.rounded_pair(convolved, dtype), refs[0], offset)
         _read, write = hp.elements(rows)
         _store(step, pool, write, row + pair * 2, inputs, row < step.channels, 32)
     row = row - step.channels
     fragments.emit_parts(parts[1:], dtype, token, pair, values, *refs[1:], row)
 
 
-# Of one or two channels, in words of which one channel has the lower half. The functions are for `inline`.
+# Of one channel in words of 16 bits, or two channels in words of 32 bits. The functions are for `inline`.
 
 
 def _load(step: Convolved, pool: Any, weight: Any, row: Any, channel: Any, is_convolved: Any, bits: int) -> list[Any]:
-    """Loads the words of a window and of the taps. A window that is not there has zeros."""
+    """Load the words of a window and of the taps. A window that does not exist reads as zeros."""
 
     def words(ref: Any, row: Any, count: int, condition: Any) -> list[Any]:
         rows = [row + n for n in range(count)]
         return [hp.load_if(condition, hp.long_row_address(ref, n, step.channels, channel), bits) for n in rows]
 
-    is_there = is_convolved & (row != _NONE)
-    return words(pool, row, step.width - 1, is_there) + words(weight, hp.i32(0), step.width, is_convolved)
+    has_window = is_convolved & (row != _NONE)
+    return words(pool, row, step.width - 1, has_window) + words(weight, hp.i32(0), step.width, is_convolved)
 
 
 def _convolve(step: Convolved, held: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Convolves the two channels of a word, whose current inputs are float32 `values`. `held` is what `_load` returns.
+    """Convolve the two channels of a word, whose current inputs are float32 `values`. `held` has the words of `_load`.
 
     Returns the words of all inputs, and the outputs in float32.
     """
@@ -226,8 +226,8 @@ def _convolve(step: Convolved, held: Sequence[Any], values: Sequence[Any]) -> tu
 def _store(
     step: Convolved, pool: Any, row: Any, channel: Any, inputs: Sequence[Any], condition: Any, bits: int
 ) -> None:
-    """Stores the window that the last inputs are, if it is to be kept and the condition is met."""
+    """Store the last inputs as the new window if its row exists, predicated by `condition`."""
     is_kept = condition & (row != _NONE)
-    for number, word in enumerate(inputs[1:]):
-        place = hp.long_row_address(pool, row + number, step.channels, channel)
-        hp.store_if(is_kept, place, word, bits)
+    for n, word in enumerate(inputs[1:]):
+        address = hp.long_row_address(pool, row + n, step.channels, channel)
+        hp.store_if(is_kept, address, word, bits)

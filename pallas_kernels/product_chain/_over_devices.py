@@ -1,7 +1,7 @@
-"""How owners of the residual stream on several devices add up what each device has, on Hopper GPUs.
+"""The all-reduce of the residual stream's addends by its owners on all devices (SM90).
 
-An owner sends its sums to the owner of the same channels on every device, its own included, and waits for theirs. A number
-travels with the epoch in which it was sent, as one word of 64 bits, which memory never tears: see `all_reduce`.
+An owner sends its sums to the owner of the same channels on every device, its own included, and waits for their sums. A
+value and its epoch are stored as one word of 64 bits, which memory never tears: see `all_reduce`.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from pallas_kernels.hopper import messages
 
 
 class Devices(NamedTuple):
-    """The devices, their mailboxes and a epoch.
+    """The devices, their mailboxes and the epoch.
 
     Attributes:
         addresses: The addresses of the mailboxes: see `Mailboxes`. int32 [2 * (count + 1)], in GMEM
         epoch: The epoch of the chain's first sum over devices. int32 [1], in GMEM
         count: The number of devices.
-        capacity: The numbers that a side of a mailbox holds.
+        capacity: The number of values that a side of a mailbox holds.
         sums: The number of sums over devices before this one in the chain.
     """
 
@@ -31,21 +31,21 @@ class Devices(NamedTuple):
 
     @property
     def operands(self) -> list[Any]:
-        """What `inline` gets for `added_up`."""
+        """The operands of `inline` for `added_up` and `next_epoch`."""
         return [(self.addresses, ()), (self.epoch, ())]
 
 
 def added_up(
-    devices: Devices, addresses: Any, epoch: Any, pairs: Sequence[Any], places: Sequence[Any]
+    devices: Devices, addresses: Any, epoch: Any, pairs: Sequence[Any], words: Sequence[Any]
 ) -> list[list[Any]]:
-    """Adds up pairs of numbers over the devices, in their order, in `inline`.
+    """Add up pairs of values over the devices, in their order, in `inline`.
 
     Args:
         devices: The devices.
         addresses: The operand for `devices.addresses`.
         epoch: The operand for `devices.epoch`.
-        pairs: This thread's pairs of float32 numbers.
-        places: The place of each pair's first number among those of a epoch, which is even.
+        pairs: This thread's pairs of float32 values.
+        words: The index of each pair's first word in a side of a mailbox, which is even.
 
     Returns:
         The sums, in pairs.
@@ -54,21 +54,21 @@ def added_up(
     side_bytes = devices.capacity * WORD_BYTES
     # Epochs are odd, so that no word of an empty mailbox has one.
     side = (own >> 1) & (SIDES - 1)
-    offsets = [side * side_bytes + place * WORD_BYTES for place in places]
-    begins = [hp.load_address(addresses, number) for number in range(devices.count + 1)]
+    offsets = [side * side_bytes + word * WORD_BYTES for word in words]
+    begins = [hp.load_address(addresses, index) for index in range(devices.count + 1)]
     for begin in begins[:-1]:
         for pair, offset in zip(pairs, offsets, strict=True):
             messages.store_to_device(hp.advance(begin, offset), pair, own)
     sums: list[list[Any]] = []
     for offset in offsets:
-        sources = [hp.advance(begins[-1], offset + number * SIDES * side_bytes) for number in range(devices.count)]
+        sources = [hp.advance(begins[-1], offset + index * SIDES * side_bytes) for index in range(devices.count)]
         found = [messages.poll_device(source, own) for source in sources]
         sums.append([hp.add(*[pair[n] for pair in found]) for n in range(2)])
     return sums
 
 
 def next_epoch(devices: Devices, target: Any) -> None:
-    """Stores the epoch after the chain in `target`, int32 [1]. `devices.sums` is the number of all sums."""
+    """Store the epoch after the chain to `target`, int32 [1], in GMEM. `devices.sums` is the number of all sums."""
 
     def body(addresses: Any, epoch: Any, target: Any) -> None:
         zero = hp.index(hp.i32(0))

@@ -28,28 +28,30 @@ def product_chain(
     parts: tuple[int, ...] | None,
     run: Run,
 ) -> tuple[Any, jax.Array | None, jax.Array | None]:
-    """See api.py. It returns the results, the residual stream, and the next epoch."""
+    """See api.py. Returns the results, the residual stream, and the next epoch."""
     value = x
-    for number, step in enumerate(steps):
+    for index, step in enumerate(steps):
         if isinstance(step, GatedNorm):
             value = _gated_norm(value, step)
             continue
         if isinstance(step, Norm):
             assert residual is not None
-            shares = value if value.ndim == 3 else value[None]
+            partial_sums = value if value.ndim == 3 else value[None]
             options: dict[str, Any] = dict(epsilon=step.epsilon, offset=step.offset, scale=step.scale)
             options |= dict(out_dtype=step.out_dtype, run=run)
             if step.over_devices:
                 assert mailboxes is not None
                 assert epoch is not None
-                residual, value, epoch = all_reduce_rms_norm(residual, shares, step.weight, mailboxes, epoch, **options)
+                residual, value, epoch = all_reduce_rms_norm(
+                    residual, partial_sums, step.weight, mailboxes, epoch, **options
+                )
             else:
-                residual, value = add_rms_norm(residual, shares, step.weight, **options)
+                residual, value = add_rms_norm(residual, partial_sums, step.weight, **options)
             continue
         if isinstance(step, Experts):
             value = _experts(value.astype(step.router.dtype), step, run)
             continue
-        weight, is_last = step.weight, number + 1 == len(steps)
+        weight, is_last = step.weight, index + 1 == len(steps)
         value = value.astype(weight.dtype)
         if is_last and parts is not None:
             results = linear(value, weight, parts=parts, run=run)
@@ -58,7 +60,7 @@ def product_chain(
             return results, residual, epoch
         if step.is_gated:
             value = linear(value, weight, is_gated=True, run=run)[0]
-        elif is_last or isinstance(steps[number + 1], Norm):
+        elif is_last or isinstance(steps[index + 1], Norm):
             value = linear_sums(value, weight, run=run)
         else:
             value = linear(value, weight, run=run)[0]
@@ -66,7 +68,7 @@ def product_chain(
 
 
 def convolved(results: tuple[jax.Array, ...], step: Convolution, run: Run) -> tuple[jax.Array, ...]:
-    """Convolves the first of a product's results. Returns all results, and the pool of windows."""
+    """Convolve the first of a product's results. Returns all results, and the pool of windows."""
     first, *others = results
     rows = Rows(
         query_start_loc=step.query_start_loc,
@@ -81,7 +83,7 @@ def convolved(results: tuple[jax.Array, ...], step: Convolution, run: Run) -> tu
 
 
 def _gated_norm(x: jax.Array, step: GatedNorm) -> jax.Array:
-    """Normalises each head of [tokens, channels], and gates it."""
+    """Normalise each head of [tokens, channels], and multiply it by its activated gates."""
     shape = x.shape[0], x.shape[1] // step.weight.shape[0], step.weight.shape[0]
     heads, gate = (each.astype(jnp.float32).reshape(shape) for each in (x, step.gate))
     heads = heads * jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + step.epsilon)
@@ -90,7 +92,7 @@ def _gated_norm(x: jax.Array, step: GatedNorm) -> jax.Array:
 
 
 def _experts(x: jax.Array, step: Experts, run: Run) -> jax.Array:
-    """Runs a mixture of experts. Returns sums [shares, tokens, channels]."""
+    """Run a mixture of experts. Returns partial sums [splits, tokens, channels]."""
     return routed_experts_sums(
         x,
         linear_sums(x, step.router, run=run),

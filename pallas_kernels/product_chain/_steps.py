@@ -8,16 +8,16 @@ import jax
 
 from pallas_kernels.blocks import WindowLayout
 
-# What a gated norm does to its gate.
+# The activation of a gated norm's gate.
 GateActivation: TypeAlias = Literal["silu", "sigmoid"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GatedNorm:
-    """Normalises each head by itself, and gates it: x / rms(x) * weight * activation(gate), in the dtype of x.
+    """Normalise and gate each head: x / rms(x) * weight * activation(gate), in the dtype of x.
 
-    A head is as many channels that follow each other as there are weights, which all heads share.
+    A head is `len(weight)` consecutive channels. All heads have the same weights.
 
     Attributes:
         gate: The gates. [tokens, channels]
@@ -35,7 +35,7 @@ class GatedNorm:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Product:
-    """Multiplies by weights: x weight^T, or silu(gate) * up of its halves.
+    """Multiply by weights: x weight^T, or silu(gate) * up of its halves.
 
     Attributes:
         weight: The weights. [outputs, inputs]
@@ -54,15 +54,15 @@ class Product:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Norm:
-    """Adds what the step before has computed to the residual stream, and normalises the sum: see `add_rms_norm`.
+    """Add the results of the step before to the residual stream, and normalise the sum: see `add_rms_norm`.
 
     Attributes:
         weight: Weights of the norm. [channels]
         epsilon: Added to the mean square.
         offset: Added to the weights.
-        scale: Factor of what is added.
-        out_dtype: Dtype of the normed values; None is that of the residual stream.
-        over_devices: Whether what is added is first summed over the devices: see `all_reduce_product_chain`.
+        scale: Factor of the results that are added.
+        out_dtype: Dtype of the normed values; None is the residual stream's dtype.
+        over_devices: Whether the results are first summed over the devices: see `all_reduce_product_chain`.
     """
 
     weight: jax.Array
@@ -76,16 +76,16 @@ class Norm:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Experts:
-    """Chooses a token's experts by a softmax over the router's outputs, and adds up what they compute.
+    """Choose a token's experts by a softmax over the router's outputs, and compute the weighted sum of their outputs.
 
     It is `linear_sums` with the router's weights, whose total is rounded to their dtype, and `routed_experts_sums` with
-    "swiglu". Of experts whose logits are equal, that of the lower index is chosen.
+    "swiglu". Of experts with equal logits, the lower index is chosen first.
 
     Attributes:
-        router: Weights of the router: a row for each routed expert, and with `shared_gate` one more. [outputs, inputs]
-        up: First weights of all experts, shared ones last: see `mixture_of_experts`. [experts, 2 * size, inputs]
+        router: Weights of the router: a row for each routed expert, and with `shared_gate` one more row. [outputs, inputs]
+        up: First weights of all experts, shared experts last: see `mixture_of_experts`. [experts, 2 * size, inputs]
         down: Second weights of all experts. [experts, channels, size]
-        valid: Whether the tokens are none of padding, which get no experts; None if they are. bool [tokens]
+        valid: False for padding tokens, which get no experts. None if no token is padding. bool [tokens]
         top_k: The number of routed experts per token.
         shared: The number of shared experts, which every token has.
         shared_gate: Whether the sigmoid of the router's last output is the weight of the shared experts.
@@ -120,7 +120,7 @@ class Experts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Convolution:
-    """Convolves the first results of a product causally, and keeps their windows, of rows with one token at most.
+    """Convolve the first results of a product causally, and keep their windows, of rows with at most one token.
 
     It is `causal_conv1d_update` without a bias. The other results of the product stay as they are. Results of tokens after
     the last row are unspecified.
@@ -131,7 +131,7 @@ class Convolution:
         layer: The layer whose blocks are read and written. int32 []
         weight: The taps. [width, channels]
         query_start_loc: Index of each row's token; the last entry is the end of the last row. A row without a token has the
-            index of the next one. int32 [rows + 1]
+            index of the next token. int32 [rows + 1]
         read_block: The block that holds each row's window; NULL_BLOCK reads as zeros. int32 [rows]
         window_row: The first window row that each row reads. int32 [rows]
         write_block: The block that receives each row's new window; NULL_BLOCK skips the write. It may be the row's own read
@@ -157,7 +157,7 @@ class Convolution:
 
 
 def weights_of(steps: "Sequence[Step]") -> list[jax.Array]:
-    """Returns the weights of a chain's products, in the order in which they are multiplied."""
+    """Return the weights of a chain's products, in the order in which they are multiplied."""
     weights: list[jax.Array] = []
     for step in steps:
         if isinstance(step, Product):
@@ -168,12 +168,12 @@ def weights_of(steps: "Sequence[Step]") -> list[jax.Array]:
 
 
 def norms_of(steps: "Sequence[Step]") -> list[Norm]:
-    """Returns the norms of a chain, without the gated one."""
+    """Return the norms of a chain, without the gated norm."""
     return [step for step in steps if isinstance(step, Norm)]
 
 
 def gated_norm_of(steps: "Sequence[Step]") -> GatedNorm | None:
-    """Returns the gated norm that a chain begins with, if it does."""
+    """Return the gated norm with which a chain begins, or None."""
     return steps[0] if isinstance(steps[0], GatedNorm) else None
 
 

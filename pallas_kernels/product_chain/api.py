@@ -28,51 +28,51 @@ from pallas_kernels.product_chain._steps import (
 
 @checked
 def product_chain(
-    x: Float[Array, "tokens inputs"] | Float[Array, "shares tokens inputs"],
+    x: Float[Array, "tokens inputs"] | Float[Array, "splits tokens inputs"],
     steps: Sequence[Any],
     residual: Float[Array, "tokens channels"] | None = None,
     *,
     parts: tuple[int, ...] | None = None,
     run: Run = Run(),
 ) -> tuple[Any, Float[Array, "tokens channels"] | None]:
-    """Runs norms, products and mixtures of experts of tokens: each step takes what the step before has computed.
+    """Run a chain of norms, products and mixtures of experts: each step takes the results of the step before.
 
-    In a decode step of few requests, the time of these steps is that of reading their weights. In each launch there are
-    about 3 us in which hardly anything is read: until its first weights arrive, and from its last ones on. "mosaic_gpu" runs
-    all steps in one launch, and reads the weights of the steps to come while CTAs wait for each other.
+    In a decode step of few requests, these steps are bound by reading their weights. In each launch there are about 3 us in
+    which hardly any GMEM is read: until the first weights arrive, and after the last weights have arrived. "mosaic_gpu" runs
+    all steps in one launch, and reads the weights of later steps while CTAs wait for each other.
 
     One launch takes up to `MOST_TOKENS` tokens. With more than one, the first step must be a product or a gated norm, and
     the last one a product or a convolution, and there may be no experts. A convolution of more than `MOST_TOKENS` rows, or
-    one whose windows have the layout "DS" or another dtype than the results, is an op of its own after the launch.
+    with windows of the layout "DS" or of another dtype than the results, is an op of its own after the launch.
 
-    Other chains, and those of fewer than `FEWEST_STEPS` steps, run each step by an op of its own: `linear`, `linear_sums`,
-    `add_rms_norm`, `routed_experts_sums` and `causal_conv1d_update`. A gated norm is XLA's then. Neither a gated norm nor a
+    Other chains, and chains of fewer than `FEWEST_STEPS` steps, run each step by an op of its own: `linear`, `linear_sums`,
+    `add_rms_norm`, `routed_experts_sums` and `causal_conv1d_update`. XLA runs a gated norm then. Neither a gated norm nor a
     convolution counts as a step.
 
     Numerics: products are summed in float32. Gated norms, gated products, the residual stream and normed values are rounded
-    to their dtype, also within the launch, so results differ from those of separate ops by the order of sums only, which
-    depends on shapes and not on the GPU. A token's bits do not depend on other tokens. They may differ between one token,
-    several in one launch, and separate ops. There is no derivative.
+    to their dtype, also within the launch, so results differ from separate ops' results by the order of sums only,
+    which depends on shapes and not on the GPU. A token's bits do not depend on other tokens. They may differ between one
+    token, several in one launch, and separate ops. There is no derivative.
 
     Args:
-        x: What the first step takes. Only a norm takes shares, whose total is meant.
+        x: The inputs of the first step. Only a norm takes split-K partial sums, whose total are the inputs.
         steps: `GatedNorm`, `Product`, `Norm`, `Experts` and `Convolution` objects. A gated norm is the first step, and a
             product follows it, unless it is also the last step. A norm follows a product or experts, or is the first step.
             A norm follows experts, unless they are the last step. A convolution is the last step, and follows a product.
-        residual: The residual stream, which norms add to. It is needed if there is a norm.
+        residual: The residual stream, to which norms add. It is required if there is a norm.
         parts: If the last step is a product that is not gated, the sizes of the arrays into which its results are cut. They
-            have the dtype of the weights. None returns its sums. With a convolution they are those of the product before,
-            of which the first part is convolved.
-        run: How it runs: by "mosaic_gpu", which is the one launch, or by "xla" or "triton", which are those of the separate
-            ops. The default is one launch if the GPU has it for these arguments, and else separate ops. There is no
+            have the dtype of the weights. None returns its partial sums. With a convolution they cut the results of the
+            product before, of which the first array is convolved.
+        run: How it runs: by "mosaic_gpu" in one launch, or by "xla" or "triton", which select the implementation of the
+            separate ops. The default is one launch if the GPU and the arguments allow it, else separate ops. There is no
             configuration.
 
     Returns:
         The results of the last step, and the residual stream after the last norm, or `residual` if there is no norm. Results
         are a tuple with an array [tokens, size] for each of `parts`, which ends with the updated pool of windows if there
-        is a convolution; or sums [shares, tokens, outputs] whose total they
-        are, as of `linear_sums` or `routed_experts_sums`; or an array [tokens, outputs] of a gated product; or values
-        [tokens, channels] of a norm or of a gated one.
+        is a convolution; or partial sums [splits, tokens, outputs], as of
+        `linear_sums` or `routed_experts_sums`; or an array [tokens, outputs] of a gated product; or values
+        [tokens, channels] of a norm or of a gated norm.
 
     Raises:
         ValueError: if a step cannot follow the one before, or if a shape or dtype breaks the contract.
@@ -87,7 +87,7 @@ def product_chain(
 
 @checked
 def all_reduce_product_chain(
-    x: Float[Array, "tokens inputs"] | Float[Array, "shares tokens inputs"],
+    x: Float[Array, "tokens inputs"] | Float[Array, "splits tokens inputs"],
     steps: Sequence[Any],
     residual: Float[Array, "tokens channels"] | None,
     mailboxes: Mailboxes,
@@ -96,12 +96,12 @@ def all_reduce_product_chain(
     parts: tuple[int, ...] | None = None,
     run: Run = Run(),
 ) -> tuple[Any, Float[Array, "tokens channels"] | None, Int[Array, ""]]:
-    """Runs a chain on every device of a mesh axis: `product_chain`, whose norms may add up what all devices have.
+    """Run `product_chain` on every device of a mesh axis, with norms that all-reduce their inputs over the devices.
 
-    A norm with `over_devices` adds up over the devices what the step before has computed, and then adds the sum to the
-    residual stream, which is the same on all devices. It takes a epoch, as a call of `all_reduce` does: see there what all
-    devices must do. In one launch, some CTAs own a part of the residual stream each, and send what is to be added to it
-    to the same CTAs of the other devices. So no launch adds up sums, and a single token takes the launch for several.
+    A norm with `over_devices` adds up the results of the step before over the devices, and then adds the sum to the residual
+    stream, which is the same on all devices. It takes an epoch, as a call of `all_reduce` does, and has the same
+    requirements. In one launch, some CTAs own some channels of the residual stream each, and send their addends to the same
+    CTAs of the other devices. So the all-reduce takes no launch, and a single token takes the launch for several tokens.
 
     See `product_chain` and `all_reduce` for the numerics, the other arguments, and errors.
 
@@ -123,7 +123,7 @@ def _launch(
     parts: tuple[int, ...] | None,
     run: Run,
 ) -> tuple[Any, jax.Array | None, Any]:
-    """Returns the results, the residual stream, and the next epoch."""
+    """Return the results, the residual stream, and the next epoch."""
     capacity = None if mailboxes is None else mailboxes.capacity
     steps, convolution = _without_convolution(steps)
     reason = _schedule.unsupported(x, steps, residual, parts, device.sm_count(), capacity)
@@ -146,26 +146,26 @@ def _launch(
 
 
 def _steps_of(op: str, steps: Any) -> tuple[Any, ...]:
-    """Returns the steps, which must be a list or another sequence."""
+    """Return the steps as a tuple. They must be a sequence."""
     require(isinstance(steps, Sequence), f"{op}: steps must be a sequence of steps, got {steps!r}")
     return tuple(steps)
 
 
 def _without_convolution(steps: tuple[Any, ...]) -> tuple[tuple[Step, ...], Convolution | None]:
-    """Returns the steps before a convolution, and the convolution, if there is one."""
+    """Return the steps before a convolution, and the convolution, or None if there is none."""
     return (steps[:-1], steps[-1]) if isinstance(steps[-1], Convolution) else (steps, None)
 
 
 def _check(
     op: str, x: jax.Array, steps: tuple[Any, ...], residual: jax.Array | None, parts: Any
 ) -> tuple[int, ...] | None:
-    """Returns the parts, as whole numbers."""
+    """Check the arguments, and return `parts` as Python integers."""
     require(len(steps) > 0, f"{op}: steps must not be empty")
-    require(x.ndim == 2 or x.shape[0] > 0, f"{op}: x must have at least one share, got none")
+    require(x.ndim == 2 or x.shape[0] > 0, f"{op}: x must have at least one partial sum, got none")
     steps, convolution = _without_convolution(steps)
     channels, can_norm = x.shape[-1], True
-    for number, step in enumerate(steps):
-        name = f"{op}: step {number}"
+    for index, step in enumerate(steps):
+        name = f"{op}: step {index}"
         _check_fields(name, step)
         if isinstance(step, Norm):
             require(can_norm, f"{name}: a norm must be the first step or follow a product that is not gated")
@@ -181,19 +181,19 @@ def _check(
             dtype_of(name, "out_dtype", step.out_dtype, x.dtype)
             can_norm = False
         elif isinstance(step, Product):
-            require(number > 0 or x.ndim == 2, f"{name}: a product takes no shares, got x {list(x.shape)}")
+            require(index > 0 or x.ndim == 2, f"{name}: a product takes no partial sums, got x {list(x.shape)}")
             shape = step.weight.shape
             require(shape[1] == channels, f"{name}: weight must be [outputs, {channels}], got {list(shape)}")
             require(not step.is_gated or shape[0] % 2 == 0, f"{name}: gated weights must have an even number of rows")
             channels, can_norm = step.outputs, not step.is_gated
         elif isinstance(step, Experts):
             _check_experts(name, step, channels)
-            require(number > 0 or x.ndim == 2, f"{name}: experts take no shares, got x {list(x.shape)}")
-            is_followed = number + 1 == len(steps) or isinstance(steps[number + 1], Norm)
+            require(index > 0 or x.ndim == 2, f"{name}: experts take no partial sums, got x {list(x.shape)}")
+            is_followed = index + 1 == len(steps) or isinstance(steps[index + 1], Norm)
             require(is_followed, f"{name}: a norm must follow experts, got {_names(steps)}")
             channels, can_norm = step.outputs, True
         elif isinstance(step, GatedNorm):
-            require(number == 0, f"{name}: a gated norm must be the first step")
+            require(index == 0, f"{name}: a gated norm must be the first step")
             _check_gated_norm(name, step, x)
             is_followed = len(steps) == 1 or isinstance(steps[1], Product)
             require(is_followed, f"{name}: a product must follow a gated norm, got {_names(steps)}")
@@ -206,7 +206,7 @@ def _check(
         name = f"{op}: step {len(steps)}"
         require(is_cut, f"{name}: a convolution must follow a product that is not gated, got {_names(steps)}")
     if parts is not None:
-        require(is_cut, f"{op}: parts are those of a last product that is not gated")
+        require(is_cut, f"{op}: parts need a last product that is not gated")
         parts = sizes_of(op, parts, channels)
     if convolution is not None and isinstance(last, Product):
         _check_convolution(f"{op}: step {len(steps)}", x, last, convolution, parts)
@@ -236,7 +236,7 @@ _FIELDS: dict[type, dict[str, Any]] = {
 
 
 def _check_fields(name: str, step: Any) -> None:
-    """Checks the arrays of a step, their dtypes and their numbers of axes."""
+    """Check the dtypes and the numbers of axes of a step's arrays."""
     for field, annotation in _FIELDS.get(type(step), {}).items():
         check_argument(name, field, getattr(step, field), annotation)
 
@@ -246,7 +246,7 @@ def _names(steps: Sequence[Step]) -> list[str]:
 
 
 def _check_gated_norm(name: str, step: GatedNorm, x: jax.Array) -> None:
-    require(x.ndim == 2, f"{name}: a gated norm takes no shares, got x {list(x.shape)}")
+    require(x.ndim == 2, f"{name}: a gated norm takes no partial sums, got x {list(x.shape)}")
     require(step.gate.shape == x.shape, f"{name}: gate must be {list(x.shape)}, got {list(step.gate.shape)}")
     weight, channels = step.weight.shape, x.shape[-1]
     is_right = weight[0] > 0 and channels % weight[0] == 0
@@ -297,7 +297,7 @@ def _run(x, steps, residual, mailboxes, epoch, convolution, parts, run, reason):
 
 
 def _one_launch(x, mailboxes, parts):
-    """Returns the kernel of a single token, or the one of several. Only here is Mosaic GPU known to be importable."""
+    """Return the kernel for a single token, or for several tokens. Mosaic GPU has been found importable before."""
     from pallas_kernels.product_chain import _few_tokens, sm90
 
     capacity = None if mailboxes is None else mailboxes.capacity

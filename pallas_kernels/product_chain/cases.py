@@ -13,7 +13,7 @@ EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5  # of all norms
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sizes of a mixture of experts: see `Experts`. Each expert has `size` channels between its products."""
+    """The sizes of a mixture of experts: see `Experts`. `size` is the number of channels between an expert's products."""
 
     routed: int
     top_k: int
@@ -24,13 +24,13 @@ class Mixture:
     renormalise: bool = True
 
     def arguments(self, make: Callable[..., Any], channels: int, dtype: str, tokens: int) -> Experts:
-        """Returns the step for tokens that are none of padding: see `Case.arguments`."""
+        """Return the step for tokens without padding: see `Case.arguments`."""
         experts = self.routed + self.shared
         return Experts(
             make((self.routed + self.shared_gate, channels), dtype, channels**-0.5),
             make((experts, 2 * self.size, channels), dtype, channels**-0.5),
             make((experts, self.outputs, self.size), dtype, self.size**-0.5),
-            make((tokens,), "bool", 1.0),  # numbers that are not 0
+            make((tokens,), "bool", 1.0),  # values that are not 0, so True
             top_k=self.top_k,
             shared=self.shared,
             shared_gate=self.shared_gate,
@@ -40,12 +40,12 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Taps:
-    """The width of a convolution of the first part of the results: see `Convolution`."""
+    """The width of a convolution of the first array of `parts`: see `Convolution`."""
 
     width: int
 
     def arguments(self, make: Callable[..., Any], channels: int, dtype: str, tokens: int) -> Convolution:
-        """Returns the step for windows of layer 1 of 2, each in a block of its own: see `Case.arguments`."""
+        """Return the step for windows of layer 1 of 2, each in a block of its own: see `Case.arguments`."""
         pool = make((2, 1 + 2 * tokens, self.width - 1, channels), dtype, 1.0)
         weight = make((self.width, channels), dtype, self.width**-0.5)
         starts = jnp.arange(tokens + 1, dtype=jnp.int32)
@@ -59,11 +59,11 @@ class Case:
 
     Attributes:
         name: The case's name.
-        steps: What each step is: "norm", or a product's outputs, or "gated" and the outputs of each half, or a `Mixture`, or
-            a gated norm's activation and the channels of its heads, or the `Taps` of a convolution at the end.
+        steps: The kind of each step: "norm", or a product's outputs, or "gated" and the outputs of each half, or a
+            `Mixture`, or a gated norm's activation and the channels of its heads, or the `Taps` of a convolution at the end.
         inputs: Number of inputs.
-        parts: Sizes of the results; None returns sums or normed values.
-        shares: Shares of the inputs; None if they are one array.
+        parts: Sizes of the results; None returns partial sums or normed values.
+        splits: The number of partial sums of the inputs; None for inputs without this axis.
         dtype: Dtype of inputs, weights and residual stream.
     """
 
@@ -71,7 +71,7 @@ class Case:
     steps: "tuple[str | int | tuple[str, int] | Mixture | Taps, ...]"
     inputs: int
     parts: tuple[int, ...] | None = None
-    shares: int | None = None
+    splits: int | None = None
     dtype: str = "bfloat16"
 
     @property
@@ -80,13 +80,13 @@ class Case:
         return isinstance(self.steps[-1], Taps)
 
     def arguments(self, make: Callable[..., Any], tokens: int = 1) -> tuple[Any, tuple[Step | Convolution, ...], Any]:
-        """Returns the inputs, the steps and the residual stream.
+        """Return the inputs, the steps and the residual stream.
 
         Args:
-            make: make(shape, dtype, deviation) makes an array whose numbers have that standard deviation.
+            make: make(shape, dtype, deviation) makes an array whose elements have that standard deviation.
             tokens: The number of tokens.
         """
-        shares = () if self.shares is None else (self.shares,)
+        splits = () if self.splits is None else (self.splits,)
         channels, steps, residual = self.inputs, [], None
         for step in self.steps:
             if step == "norm":
@@ -110,7 +110,7 @@ class Case:
             outputs = int(step[1] if isinstance(step, tuple) else step)
             steps.append(Product(make((outputs * (1 + is_gated), channels), self.dtype, channels**-0.5), is_gated))
             channels = outputs
-        x = make((*shares, tokens, self.inputs), self.dtype, 1.0)
+        x = make((*splits, tokens, self.inputs), self.dtype, 1.0)
         return x, tuple(steps), None if residual is None else make(residual, self.dtype, 1.0)
 
 

@@ -1,7 +1,7 @@
-"""product_chain's one launch, run in NumPy by its schedule: which program multiplies what, and where results go.
+"""product_chain's one launch, run in NumPy by its schedule: the blocks of each CTA, and the indices of its results.
 
-It shares with the kernel what `_schedule` says, and in which order weights are multiplied. All numbers are float64 and are
-not rounded between steps.
+It takes from the kernel `_schedule` and the order in which weights are multiplied. All values are float64 and are not
+rounded between steps.
 """
 
 import jax.numpy as jnp
@@ -18,14 +18,14 @@ def float64(x):
     return np.asarray(x, np.float64)
 
 
-def run(x, steps, residual, parts, programs):
-    """Returns what the last step computes, [results] or [shares, results], and the residual stream."""
+def run(x, steps, residual, parts, ctas):
+    """Returns the last step's results, [results] or [splits, results], and the residual stream."""
     plan = schedule(steps, parts, 2)
     norms, weights = norms_of(steps), [float64(weight) for weight in weights_of(steps)]
     value = float64(x).reshape(-1, x.shape[-1])
     total = None if residual is None else float64(residual)[0]
     if isinstance(steps[0], GatedNorm):
-        value = gated(value, steps[0], plan.phases[0].shares)
+        value = gated(value, steps[0], plan.phases[0].splits)
     for phase, own in zip(plan.phases, weights, strict=True):
         if phase.norm is not None:
             value, total = normed(value, total, norms[phase.norm])
@@ -36,35 +36,35 @@ def run(x, steps, residual, parts, programs):
         if phase.kind == "down":
             valid = phase.mixture.valid is None or bool(phase.mixture.valid[0])
             inputs = value.reshape(-1, phase.inputs) * factors[:, None] * valid
-        value = np.full((phase.shares, phase.outputs), np.nan)
-        for program in range(programs):
-            share, first, step, count = (int(n) for n in phase.work(jnp.int32(program), programs))
+        value = np.full((phase.splits, phase.outputs), np.nan)
+        for cta in range(ctas):
+            split, first, step, count = (int(n) for n in phase.work(jnp.int32(cta), ctas))
             for block in range(first, first + step * count, step):
                 terms = []
                 for term in range(phase.terms):
-                    expert, row, piece = phase.place(share, jnp.int32(block), term)
+                    expert, row, k_tile = phase.weights_of_block(split, jnp.int32(block), term)
                     matrix = own if expert is None else own[chosen[int(expert)]]
-                    columns = slice(int(piece) * WIDTH, (int(piece) + phase.pieces) * WIDTH)
+                    columns = slice(int(k_tile) * WIDTH, (int(k_tile) + phase.k_tiles) * WIDTH)
                     vector = inputs[int(expert)] if phase.kind == "down" else inputs[columns]
                     rows = matrix[int(row) : int(row) + phase.rows, columns] @ vector
                     terms.append(np.pad(rows, (0, phase.rows - len(rows))))
                 place = slice(block * phase.rows, (block + 1) * phase.rows)
-                assert np.isnan(value[share, place]).all(), "a result is computed twice"
+                assert np.isnan(value[split, place]).all(), "a result is computed twice"
                 is_gated = phase.terms == 2 and phase.kind != "down"
-                value[share, place] = silu(terms[0]) * terms[1] if is_gated else sum(terms)
+                value[split, place] = silu(terms[0]) * terms[1] if is_gated else sum(terms)
     if plan.ends_with_norm:
         value, total = normed(value, total, norms[-1])
     return value, total
 
 
-def gated(x, step, shares):
-    """Runs a gated norm as programs do, each of which has a share of the inputs."""
-    pairs = zip(np.split(x, shares, axis=1), np.split(float64(step.gate), shares, axis=1), strict=True)
+def gated(x, step, splits):
+    """Runs a gated norm like CTAs do, each of which has a split of the inputs."""
+    pairs = zip(np.split(x, splits, axis=1), np.split(float64(step.gate), splits, axis=1), strict=True)
     return np.concatenate([gated_rms_norm(*pair, step.weight, step.epsilon, step.activation) for pair in pairs], axis=1)
 
 
-def normed(shares, total, norm):
-    total = total + norm.scale * shares.sum(axis=0)
+def normed(addend, total, norm):
+    total = total + norm.scale * addend.sum(axis=0)
     scale = 1 / np.sqrt((total**2).mean() + norm.epsilon)
     return total * scale * (norm.offset + float64(norm.weight)), total
 

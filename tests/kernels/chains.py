@@ -17,39 +17,39 @@ CASES = [case for case in named.CASES if not case.is_convolved]  # the others ar
 SMALL = [case for case in CASES if case.name in ("small sums", "product after product")]
 WITH_EXPERTS = [
     Case("few experts", (256, "norm", Mixture(8, 2, 256, 256), "norm", 384), 512, (256, 128)),
-    Case("no shared expert", ("norm", Mixture(40, 3, 256, 256, 0, False), "norm"), 256, dtype="float16", shares=2),
+    Case("no shared expert", ("norm", Mixture(40, 3, 256, 256, 0, False), "norm"), 256, dtype="float16", splits=2),
     Case("two shared experts", (256, "norm", Mixture(130, 10, 512, 256, 2, False, False), "norm", 64), 512),
     Case("all experts", (256, "norm", Mixture(4, 4, 768, 256), "norm"), 256),
     Case("twice", (256, "norm", Mixture(16, 5, 256, 256), "norm", 256, "norm", Mixture(16, 6, 256, 256), "norm"), 256),
 ]
-# Shapes that one launch runs: shares and parts, norms first, last and in the middle, few outputs and many inputs.
+# Shapes that one launch runs: splits and `parts`, norms first, last and in the middle, few outputs and many inputs.
 ODD = [
     Case("one block", (256, 4), 256, (4,)),
     Case("parts within few blocks", (512, "norm", 20), 768, (4, 12, 4)),
-    Case("many shares", (128, "norm"), 12800),
-    Case("fewer blocks than programs", (256, "norm", ("gated", 256), 128), 256),
-    Case("norm of shares, then sums", ("norm", 384), 256, shares=3),
+    Case("many splits", (128, "norm"), 12800),
+    Case("fewer blocks than CTAs", (256, "norm", ("gated", 256), 128), 256),
+    Case("norm of splits, then sums", ("norm", 384), 256, splits=3),
     Case("two norms in a row of layers", (256, "norm", ("gated", 512), 256, "norm"), 512, dtype="float16"),
     Case("ends with a norm", (256, "norm"), 512),
-    Case("shares of a normed result", (1024, "norm", 8), 2048),
+    Case("splits of a normed result", (1024, "norm", 8), 2048),
 ]
 WITH_GATED_NORM = [
     Case("gated by silu", (("silu", 128), 256, "norm", 384), 1024, (256, 128)),
-    Case("gated by a sigmoid, in shares", (("sigmoid", 128), 128, "norm"), 4096),
+    Case("gated by a sigmoid, in splits", (("sigmoid", 128), 128, "norm"), 4096),
     Case("heads of 64 channels", (("silu", 64), ("gated", 512), 128, "norm"), 768, dtype="float16"),
     Case("gated, to experts", (("silu", 128), 256, "norm", Mixture(8, 2, 256, 256), "norm", 64), 512),
     Case("heads of 2 channels", (("sigmoid", 2), 512, "norm", 64), 256),
 ]
 # Chains of several tokens begin and end with a product, and their blocks have eight outputs.
 OF_TOKENS = [
-    Case("sums of shares", (256, "norm", 384), 4096),
+    Case("sums of splits", (256, "norm", 384), 4096),
     Case("parts of one block", (256, "norm", ("gated", 512), 256, "norm", 32), 512, (8, 16, 8)),
     Case("three products", (512, 768, 256), 256, (256,), dtype="float16"),
     Case("more pairs than threads", (5120, "norm", 64), 256),
-    Case("many shares", (256, "norm", 264), 12800, (264,)),
+    Case("many splits", (256, "norm", 264), 12800, (264,)),
     Case("heads of 128 channels", (("silu", 128), 256, "norm", 384), 1024, (256, 128)),
     Case("heads of 256 channels", (("sigmoid", 256), 512, "norm", 64), 5120, dtype="float16"),
-    Case("sums of four shares", (256, "norm", 1024, 256), 512),
+    Case("sums of four splits", (256, "norm", 1024, 256), 512),
     Case("heads of 32 channels", (("sigmoid", 32), ("gated", 256), 256, "norm", 64), 768, (64,)),
 ]
 # Products in another order change logits by less than this, relative to the largest one.
@@ -113,9 +113,9 @@ def oracle(x, steps, residual, dtype):
         if isinstance(step, GatedNorm):
             x = gated_rms_norm(x, step.gate, step.weight, EPSILON, step.activation)
         elif isinstance(step, Norm):
-            shares = np.asarray(x, np.float64)
-            shares = shares if shares.ndim == 3 else shares[None]
-            total, _ = add_rms_norm(residual, shares, step.weight, EPSILON, OFFSET, SCALE)
+            addend = np.asarray(x, np.float64)
+            addend = addend if addend.ndim == 3 else addend[None]
+            total, _ = add_rms_norm(residual, addend, step.weight, EPSILON, OFFSET, SCALE)
             residual = rounded(total)
             zero = np.zeros((1, *residual.shape))
             _, x = add_rms_norm(residual, zero, step.weight, EPSILON, OFFSET)
@@ -140,7 +140,7 @@ def drawn_clearly(rng, case, tokens=1):
 
 
 def whole(out):
-    """Joins parts, or adds up shares."""
+    """Joins the arrays of `parts`, or adds up partial sums."""
     if isinstance(out, tuple):
         return np.concatenate([np.asarray(part, np.float64) for part in out], axis=1)
     return np.asarray(out, np.float64).sum(axis=0) if out.ndim == 3 else np.asarray(out, np.float64)

@@ -15,7 +15,7 @@ TOKENS, ROWS, LAYERS, BLOCKS, HEADS, DIM, PAGE, WINDOW = 5, 2, 3, 6, 2, 4, 4, 3
 SHAPES = dict(
     tokens=TOKENS, rows=ROWS, rows_plus_1=ROWS + 1, layers=LAYERS, blocks=BLOCKS, window=WINDOW, width=WINDOW + 1,
     channels=3 * HEADS * DIM, heads=HEADS, groups=HEADS, key_heads=HEADS, value_heads=HEADS, kv_heads=1, head_dim=DIM,
-    state_dim=DIM, key_dim=DIM, value_dim=DIM, pages=BLOCKS, page_size=PAGE, tables=ROWS, pages_per_row=2, shares=1,
+    state_dim=DIM, key_dim=DIM, value_dim=DIM, pages=BLOCKS, page_size=PAGE, tables=ROWS, pages_per_row=2,
     splits=1, checkpoints=1, writes=WINDOW, wide=3 * HEADS * DIM, slots=ROWS, ring_slots=16,
 )  # fmt: skip
 NUMBERS = dict(

@@ -178,12 +178,12 @@ class _Device:
         self.dtype = weights[0].dtype
         self.norms, self.gated = norms_of(steps), gated_norm_of(steps)
         plan = schedule_of_tokens(steps, parts, 2)
-        groups = sum(phase.blocks * phase.terms * phase.pieces // phase.group for phase in plan.phases)
+        groups = sum(phase.blocks * phase.terms * phase.k_tiles // phase.group for phase in plan.phases)
         self.plan = plan._replace(slots=groups + 1, depth=2)
         flat = lambda array: Ref(np.asarray(array).reshape(-1).copy())
         self.last = plan.phases[-1]
         sizes = [self.tokens * part for part in parts or ()]
-        sizes = sizes or [self.last.shares * self.tokens * self.last.outputs]
+        sizes = sizes or [self.last.splits * self.tokens * self.last.outputs]
         self.out = SimpleNamespace(
             results=[Ref(np.full(size, np.nan, self.dtype if parts else np.float32)) for size in sizes],
             stream=Ref(np.full(residual.size, np.nan, residual.dtype)) if self.norms else None,
@@ -195,7 +195,7 @@ class _Device:
             norms=[flat(norm.weight) for norm in self.norms],
             residual=[] if residual is None else [flat(residual)],
             gated=self.gated and [flat(self.gated.gate), flat(np.asarray(self.gated.weight, np.float32))],
-            sent=Ref(np.zeros(_few_tokens.places(plan, self.tokens)[-1].end, np.float32)),
+            sent=Ref(np.zeros(_few_tokens.offsets(plan, self.tokens)[-1].end, np.float32)),
             counters=Ref(np.zeros(2 * len(plan.phases), np.int32)),
             over_devices=over_devices,
             convolution=convolution and _of_convolution(convolution),
@@ -211,7 +211,7 @@ class _Device:
         refs = SimpleNamespace(**self.refs, **own, blocks=blocks)
         refs.full = refs.free = Ref(np.zeros(self.plan.slots))
         refs.done = None
-        programs.local.program = number
+        programs.local.cta = number
         capacity = None if refs.over_devices is None else CAPACITY
         with programs.changed, jax.disable_jit():
             for warpgroup in (_fragments.WARPGROUPS, 0):
@@ -225,7 +225,7 @@ class _Device:
         if self.refs["convolution"] is not None:
             found.append(self.refs["convolution"].pool.array)
         if not self.parts:
-            found = self.out.results[0].array.reshape(self.last.shares, self.tokens, self.last.outputs)
+            found = self.out.results[0].array.reshape(self.last.splits, self.tokens, self.last.outputs)
         return found, self.out.stream.array.reshape(self.tokens, -1) if self.has_stream else None
 
 

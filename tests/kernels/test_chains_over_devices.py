@@ -56,7 +56,7 @@ def oracle_of_devices(arguments, dtype):
     ("case", "tokens", "devices", "epoch"),
     [
         pytest.param(PARTS, 3, 2, 1, id="parts of one block"),
-        pytest.param(OF_TOKENS[0], 1, 2, 3, id="sums of shares, one token"),
+        pytest.param(OF_TOKENS[0], 1, 2, 3, id="sums of splits, one token"),
         pytest.param(OF_TOKENS[3], 9, 3, 5, id="more pairs than threads", marks=pytest.mark.deep),
         pytest.param(OF_TOKENS[5], 16, 4, 7, id="heads of 128 channels", marks=pytest.mark.deep),
     ],
@@ -100,5 +100,5 @@ def test_norms_over_devices_need_mailboxes_that_hold_the_tokens(rng):
         product_chain(x, over_devices(steps), residual)
     more = jnp.tile(x, (4, 1))[:16], over_devices(steps), residual
     run = lambda boxes: all_reduce_product_chain(*more, boxes, jnp.int32(1), run=Run(implementation="mosaic_gpu"))
-    with pytest.raises(UnsupportedError, match="a mailbox must hold 4096 numbers, got 4095"):
+    with pytest.raises(UnsupportedError, match="a mailbox must hold 4096 elements, got 4095"):
         on_one_device(lambda boxes: run(dataclasses.replace(boxes, capacity=4095)))

@@ -297,13 +297,13 @@ def test_chains_of_several_tokens_lower_by_mosaic_gpu(name, tokens):
     ids=str,
 )
 def test_programs_that_share_a_normed_result_lower_by_mosaic_gpu(steps, inputs):
-    case = product_chain_cases.Case("shares", steps, inputs)
+    case = product_chain_cases.Case("splits", steps, inputs)
     assert "mosaic_gpu" in lower_product_chain("NVIDIA H200", case, implementation="mosaic_gpu")
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
 @pytest.mark.parametrize("tokens", [1, 16])
-def test_one_launch_and_separate_ones_return_as_many_shares(monkeypatch, tokens):
+def test_one_launch_and_separate_ones_return_as_many_splits(monkeypatch, tokens):
     """A program for several platforms holds both."""
     monkeypatch.setattr(product_chain_api, "unavailable", lambda *arguments: None)
     (case,) = (case for case in product_chain_cases.CASES if case.name == "to the last norm")

@@ -31,7 +31,7 @@ from pallas_kernels.product_chain.cases import Case, Mixture
 _LARGE = "to a delta net", "from a delta net", "to attention", "to the last norm"
 LARGE_OF_TOKENS = [case for case in CASES if case.name in _LARGE]
 # Its weights take too long on a CPU.
-BETWEEN_NORMS = Case("shares of a normed result between norms", ("norm", 4096, "norm"), 4096, dtype="float16")
+BETWEEN_NORMS = Case("splits of a normed result between norms", ("norm", 4096, "norm"), 4096, dtype="float16")
 BY_ONE_LAUNCH = [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM, BETWEEN_NORMS]
 BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in BY_ONE_LAUNCH]
 
@@ -197,36 +197,36 @@ def test_a_token_of_padding_gets_no_experts(rng, implementation, value):
     np.testing.assert_array_equal(total, wanted)
 
 
-@pytest.mark.parametrize("programs", [132, 16])
+@pytest.mark.parametrize("ctas", [132, 16])
 @pytest.mark.parametrize("case", [*SMALL, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM], ids=lambda case: case.name)
-def test_the_schedule_computes_a_chain(rng, case, programs):
+def test_the_schedule_computes_a_chain(rng, case, ctas):
     """Also where no GPU can run the launch: every block is multiplied by what it is to be multiplied by."""
-    if case.name == "many shares" and programs == 16:
-        pytest.skip("there are more shares than programs")
+    if case.name == "many splits" and ctas == 16:
+        pytest.skip("there are more splits than ctas")
     make = lambda shape, dtype, deviation: jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
     x, steps, residual = case.arguments(make)
-    found, total = chain_in_numpy.run(x, steps, residual, case.parts, programs)
+    found, total = chain_in_numpy.run(x, steps, residual, case.parts, ctas)
     wanted, wanted_total, _ = oracle(x, steps, residual, "float32")
     np.testing.assert_allclose(found.reshape(-1, wanted.size).sum(axis=0), wanted[0], rtol=0, atol=1e-4)
     if residual is not None:
         np.testing.assert_allclose(total, wanted_total[0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("programs", [132, 114, 78, 16])
+@pytest.mark.parametrize("ctas", [132, 114, 78, 16])
 @pytest.mark.parametrize("case", [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM], ids=lambda case: case.name)
-def test_programs_share_the_work_without_gaps(case, programs):
-    """Every block of every share of every phase is one program's, and shared memory holds more blocks than are awaited."""
+def test_ctas_divide_the_work_without_gaps(case, ctas):
+    """Every block of every split of every phase belongs to one CTA, and SMEM holds more blocks than are in flight."""
     _, steps, _ = case.arguments(lambda shape, dtype, _: jax.ShapeDtypeStruct(shape, dtype))
     plan = _schedule.schedule(steps, case.parts, 2)
     assert 2 <= plan.depth <= plan.slots
     for phase in plan.phases:
-        if phase.shares > programs:
+        if phase.splits > ctas:
             continue
         found = []
-        for program in range(programs):
-            share, first, step, count = (int(n) for n in phase.work(jnp.int32(program), programs))
-            found += [(share, first + step * place) for place in range(count)]
-        assert sorted(found) == [(share, block) for share in range(phase.shares) for block in range(phase.blocks)]
+        for cta in range(ctas):
+            split, first, step, count = (int(n) for n in phase.work(jnp.int32(cta), ctas))
+            found += [(split, first + step * n) for n in range(count)]
+        assert sorted(found) == [(split, block) for split in range(phase.splits) for block in range(phase.blocks)]
 
 
 def test_short_chains_are_separate_launches_unless_one_is_named(monkeypatch):
@@ -282,7 +282,7 @@ def test_what_one_launch_cannot_run_is_refused(rng, changes, message):
 def test_one_launch_of_several_tokens_refuses_mixed_dtypes_and_too_few_cores(rng):
     x, steps, residual = draw(rng, OF_TOKENS[1], 2)
     reason = functools.partial(_schedule.unsupported, parts=None)
-    assert reason(x, steps, residual, programs=132) is None
+    assert reason(x, steps, residual, ctas=132) is None
     mixed = "all arrays of several tokens must have one dtype, got ['bfloat16', 'float32']"
     norm = changed(steps[1], out_dtype="float32")
     for arguments in (
@@ -290,14 +290,14 @@ def test_one_launch_of_several_tokens_refuses_mixed_dtypes_and_too_few_cores(rng
         (x, steps, residual.astype("float32")),
         (x, (steps[0], norm, *steps[2:]), residual),
     ):
-        assert reason(*arguments, programs=132) == mixed
-    assert reason(x, steps, residual, programs=114) == "norms of several tokens need 128 cores, got 114"
+        assert reason(*arguments, ctas=132) == mixed
+    assert reason(x, steps, residual, ctas=114) == "norms of several tokens need 128 SMs, got 114"
 
 
 def test_a_normed_result_that_shared_memory_does_not_hold_is_refused():
     case = Case("wide", ("norm", 57344, "norm"), 57344)
     arguments = case.arguments(lambda shape, dtype, _: jax.ShapeDtypeStruct(shape, dtype))
-    reason = _schedule.unsupported(*arguments, parts=None, programs=132)
+    reason = _schedule.unsupported(*arguments, parts=None, ctas=132)
     assert reason == "a product has too many inputs, 57344"
 
 
@@ -309,7 +309,7 @@ def test_a_normed_result_that_shared_memory_does_not_hold_is_refused():
         (lambda x, p, n, r: (x, (p, n), None), "step 1: a norm needs a residual stream"),
         (lambda x, p, n, r: (x, (p, n), r[:, 1:]), r"step 1: residual must be \[1, 256\], got \[1, 255\]"),
         (lambda x, p, n, r: (x[:, 1:], (p, n), r), r"step 0: weight must be \[outputs, 255\], got \[256, 256\]"),
-        (lambda x, p, n, r: (x[None], (p, n), r), "step 0: a product takes no shares"),
+        (lambda x, p, n, r: (x[None], (p, n), r), "step 0: a product takes no partial sums"),
         (lambda x, p, n, r: (x, (p, 3), r), "step 1: must be a GatedNorm, a Product, a Norm, Experts or, at the end"),
         (lambda x, p, n, r: (x, (p, Norm(n.weight[1:], 1e-6)), r), r"step 1: weight must be \[256\], got \[255\]"),
         (
@@ -318,7 +318,7 @@ def test_a_normed_result_that_shared_memory_does_not_hold_is_refused():
         ),
         (lambda x, p, n, r: (x, (Product(p.weight[0]),)), r"step 0: weight must be Float\[outputs inputs\], got jax"),
         (lambda x, p, n, r: (x, (p, Norm(r, 1e-6)), r), r"step 1: weight must be Float\[channels\], got jax"),
-        (lambda x, p, n, r: (x[:0].reshape(0, 1, 256), (n,), r), "x must have at least one share, got none"),
+        (lambda x, p, n, r: (x[:0].reshape(0, 1, 256), (n,), r), "x must have at least one partial sum, got none"),
     ],
 )
 def test_bad_steps_are_refused(rng, change, message):
@@ -333,7 +333,7 @@ def test_bad_steps_are_refused(rng, change, message):
         (lambda x, g, p, n: (x, (p, g)), "step 1: a gated norm must be the first step"),
         (lambda x, g, p, n: (x, (g, g, p)), r"a product must follow a gated norm, got \['GatedNorm', 'GatedNorm'"),
         (lambda x, g, p, n: (x, (g, n)), r"a product must follow a gated norm, got \['GatedNorm', 'Norm'\]"),
-        (lambda x, g, p, n: (x[None], (g, p)), r"step 0: a gated norm takes no shares, got x \[1, 1, 256\]"),
+        (lambda x, g, p, n: (x[None], (g, p)), r"step 0: a gated norm takes no partial sums, got x \[1, 1, 256\]"),
         (lambda x, g, p, n: (x, (changed(g, gate=x[:, 1:]), p)), r"step 0: gate must be \[1, 256\], got \[1, 255\]"),
         (lambda x, g, p, n: (x, (changed(g, weight=jnp.ones(96)), p)), r"must be \[a divisor of 256\], got \[96\]"),
         (
@@ -350,7 +350,7 @@ def test_bad_gated_norms_are_refused(rng, change, message):
 
 def test_parts_belong_to_a_last_product(rng):
     x, steps, residual = draw(rng, Case("bad", (256, "norm"), 256))
-    with pytest.raises(ValueError, match="parts are those of a last product"):
+    with pytest.raises(ValueError, match="parts need a last product"):
         product_chain(x, steps, residual, parts=(256,))
     for wrong in ((100, 100), (256.0,), 256, "ab", (True, 255), (0, 256), ()):
         wanted = f"product_chain: parts must be positive whole numbers whose sum is 256, got {wrong!r}"
@@ -370,4 +370,4 @@ def test_no_tokens_give_empty_results(rng):
     ):
         x, steps, residual = draw(rng, Case("none", steps, 256), 0)
         assert product_chain(x, steps, residual)[0].shape == shape
-        assert _schedule.unsupported(x, steps, residual, None, programs=132) is not None
+        assert _schedule.unsupported(x, steps, residual, None, ctas=132) is not None

@@ -1,4 +1,4 @@
-"""product_chain's launch for several tokens, all of whose programs run in NumPy, against float64."""
+"""product_chain's launch for several tokens, all of whose CTAs run in NumPy, against float64."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ PROGRAMS = 132
 QUICK = [
     ("parts of one block", 16),
     ("three products", 3),
-    ("sums of four shares", 5),
+    ("sums of four splits", 5),
     ("more pairs than threads", 14),
     ("heads of 128 channels", 8),
     ("heads of 32 channels", 9),
@@ -56,16 +56,16 @@ def test_a_large_residual_stream_fits_in_float16(rng, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [2, 16])
 @pytest.mark.parametrize("case", OF_TOKENS, ids=lambda case: case.name)
-def test_what_programs_send_has_places_of_its_own(case, tokens):
+def test_results_of_different_phases_are_sent_to_different_words(case, tokens):
     _, steps, _ = case.arguments(lambda shape, dtype, _: jnp.zeros(shape, dtype), tokens)
     plan = schedule_of_tokens(steps, case.parts, 2)
     end = 0
-    for phase, after, place in zip(plan.phases, plan.phases[1:], _few_tokens.places(plan, tokens), strict=False):
+    for phase, after, own in zip(plan.phases, plan.phases[1:], _few_tokens.offsets(plan, tokens), strict=False):
         words = tokens * phase.outputs // 2
-        sizes = (words,) if after.norm is None else (2 * words * phase.shares, words, tokens * OWNERS)
-        starts = (place.shares, place.stream, place.squares)
+        sizes = (words,) if after.norm is None else (2 * words * phase.splits, words, tokens * OWNERS)
+        starts = (own.results, own.stream, own.squares)
         for start, size in zip(starts, sizes, strict=False):
             assert start == end
             assert start % 4 == 0, "sixteen bytes are read at once"
             end = start + size
-        assert place.end == end
+        assert own.end == end
