@@ -52,7 +52,7 @@ def _block(dim: int) -> int:
     return 128 if dim <= 128 else 64
 
 
-def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
+def _kernel(names, *arrays, heads_of_tile: int, ctas: int, scale: float):
     """Attend one tile of tokens of one or two heads to some shards of their keys.
 
     "full" barriers complete when a stage of SMEM has been filled, "free" barriers when it may be filled again.
@@ -61,12 +61,12 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
         names: The names of `arrays`.
         arrays: The arrays with which `paged_attention` launches the kernel: inputs, outputs, SMEM and barriers.
         heads_of_tile: The number of heads, which share one head of keys.
-        programs: The number of CTAs that divide the shards of a tile among them.
+        ctas: The number of CTAs that divide the shards of a tile among them.
         scale: The factor of the scores.
     """
     refs = SimpleNamespace(**(dict(gates=None) | dict(zip(names, arrays, strict=True))))
     query_rows, query_tiles = refs.queries
-    program = hp.axis_index("program")
+    cta = hp.axis_index("cta")
     # The last tiles of a prompt see the most keys. They go first.
     tile_index = refs.length.shape[0] - 1 - hp.axis_index("tile")
     page_size, kv_heads, dim = refs.keys.shape[2:]
@@ -77,14 +77,12 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
     layer, table = refs.layer[0], refs.table[tile_index]
     seen = first + length  # the number of keys that the tile's last token sees
     used = PROMPT_SHARDS.used(seen)
-    num_shards = jnp.where(
-        length > 0, jax.lax.div(jnp.maximum(used - program, 0) + (programs - 1), jnp.int32(programs)), 0
-    )
+    num_shards = jnp.where(length > 0, jax.lax.div(jnp.maximum(used - cta, 0) + (ctas - 1), jnp.int32(ctas)), 0)
     dims = lambda n: hp.ds(n * _DIMS, _DIMS)
 
     def shard_of(iteration):
         """Return the shard of an iteration. Shard 0 comes last: its results overwrite the queries in SMEM."""
-        return program + (num_shards - 1 - iteration) * programs
+        return cta + (num_shards - 1 - iteration) * ctas
 
     def stage(step):
         return jax.lax.rem(step, jnp.int32(_STAGES))
@@ -274,7 +272,7 @@ def paged_attention(
     tokens_of_tile = 2 * _QUERIES // heads_of_tile
     cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, tokens_of_tile, None, slots)
     num_tiles = cut.table.shape[0]
-    programs = default_programs(PROMPT_SHARDS.count, num_tiles * heads // heads_of_tile, is_prompt=True)
+    ctas = default_programs(PROMPT_SHARDS.count, num_tiles * heads // heads_of_tile, is_prompt=True)
     given = dict(q=q, keys=keys, values=values, layer=jnp.reshape(rows.layer, 1), page_table=page_table) | cut._asdict()
     if gates is not None:
         given |= dict(gates=gates)
@@ -307,11 +305,11 @@ def paged_attention(
     )
     body = functools.partial(_kernel, [*given, *outputs, *scratch])
     attended = hp.kernel(
-        functools.partial(body, heads_of_tile=heads_of_tile, programs=programs, scale=scale),
+        functools.partial(body, heads_of_tile=heads_of_tile, ctas=ctas, scale=scale),
         out_type=list(outputs.values()),
         # The heads of one tile are neighbours, because the keys of all heads are.
-        grid=(num_tiles, programs, heads // heads_of_tile),
-        grid_names=("tile", "program", "heads"),
+        grid=(num_tiles, ctas, heads // heads_of_tile),
+        grid_names=("tile", "cta", "heads"),
         num_threads=3,
         thread_name=hp.WARPGROUP,
         scratch_types=list(scratch.values()),
