@@ -20,18 +20,18 @@ _INT32 = np.iinfo(np.int32)
 
 
 class Arguments:
-    """The base of dataclasses that group arguments of ops. `checked` checks their fields as it checks arguments."""
+    """The base of dataclasses that group arguments of ops. `checked` checks their fields like arguments."""
 
 
 class _Contract(NamedTuple):
-    """What an argument may be: arrays of these annotations, or instances of these classes."""
+    """The types of an argument: arrays of the annotations `arrays`, or instances of the classes `others`."""
 
     arrays: tuple[type[AbstractArray], ...]
     others: tuple[type, ...]
 
     @classmethod
     def of(cls, annotation: Any) -> "_Contract | None":
-        """Returns the contract of an annotation. None if it says more than a class, as a Literal does."""
+        """Return the contract of an annotation, or None if a member is no class, such as a Literal."""
         is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
         members = typing.get_args(annotation) if is_union else (annotation,)
         if not all(isinstance(member, type) for member in members):
@@ -46,22 +46,22 @@ class _Contract(NamedTuple):
         return " or ".join([*arrays, *(o.__name__.replace("NoneType", "None") for o in self.others)])
 
     def to_array(self, value: np.ndarray) -> Any:
-        """Returns a NumPy array as one of the contract's kind."""
+        """Return a NumPy array unchanged if the contract has NumPy arrays, else as a JAX array."""
         on_host = any(array.array_type is np.ndarray for array in self.arrays)
         return value if on_host else jnp.asarray(value)
 
     def admits(self, value: Any) -> bool:
-        """Whether a value keeps the contract. Any real number stands for a float, and True for no number."""
+        """Whether a value keeps the contract. Any real number is accepted for a float, but no bool for an int or a float."""
         if any(cls in self.others for cls in (int, float)) and isinstance(value, bool) and bool not in self.others:
             return False
         is_number = float in self.others and isinstance(value, numbers.Real)
         return is_number or isinstance(value, (*self.others, *self.arrays))
 
     def kept(self, op: str, argument: str, value: Any) -> Any:
-        """Returns a value that keeps the contract: `value`, or what stands for it outside of NumPy.
+        """Return a value that keeps the contract: `value`, or its equivalent in Python or JAX if it is of NumPy.
 
         Raises:
-            ValueError: in the name of `op`, if there is none.
+            ValueError: in the name of `op`, if neither keeps it.
         """
         if self.admits(value):
             return value
@@ -73,7 +73,7 @@ class _Contract(NamedTuple):
 
 
 def _plain(value: Any, to_array: Callable[[Any], Any]) -> Any:
-    """Returns NumPy's arrays by `to_array` and its whole numbers as Python's, if both hold the same values."""
+    """Convert NumPy's arrays by `to_array`, and its integers and bools to Python's, if that keeps their values."""
     if isinstance(value, np.bool_ | np.integer):
         return value.item()
     if not isinstance(value, np.ndarray):
@@ -94,7 +94,7 @@ def _describe(value: object) -> str:
 
 @functools.cache
 def _contracts_of(cls: type[Arguments]) -> dict[str, _Contract]:
-    """Returns the contracts of the fields of a dataclass. A field whose default is None may be None."""
+    """Return the contracts of the fields of a dataclass. A field whose default is None may be None."""
     found = {}
     for field in dataclasses.fields(cast(Any, cls)):
         contract = _Contract.of(field.type)
@@ -119,7 +119,7 @@ class _Call:
         self.kept: dict[str, tuple[_Contract, Any]] = {}
 
     def check(self, name: str, contract: _Contract, value: Any) -> Any:
-        """Returns a value that keeps its contract, and whose fields do if it groups arguments: see `_Contract.kept`."""
+        """Return a value that keeps its contract, as do its fields if it groups arguments: see `_Contract.kept`."""
         value = contract.kept(self.op, name, value)
         if isinstance(value, Arguments):
             of_fields = _contracts_of(type(value)).items()
@@ -131,14 +131,14 @@ class _Call:
         return value
 
     def with_axis(self, axis: str) -> str | None:
-        """Returns the first argument that is an array and whose contract has `axis` as its first axis; None without one."""
+        """Return the name of the first array argument whose contract begins with the axis `axis`, or None."""
         for name, (contract, value) in self.kept.items():
             if hasattr(value, "shape") and any(array.dim_str.split()[:1] == [axis] for array in contract.arrays):
                 return name
         return None
 
     def check_relations(self) -> None:
-        """Checks what `checked` says of the axes "rows" and "layers"."""
+        """Check the relations of the axes "rows" and "layers" that `checked` documents."""
         rows, bounds, pool = map(self.with_axis, ("rows", "rows_plus_1", "layers"))
         if rows and bounds:
             wanted, got = self.kept[rows][1].shape[0] + 1, self.kept[bounds][1].shape[0]
@@ -153,16 +153,16 @@ class _Call:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes `function` check its arguments against their annotations: arrays by jaxtyping's, others by their classes.
+    """Make `function` check its arguments against their annotations: arrays by jaxtyping, others by their classes.
 
-    The fields of a dataclass of `Arguments` are checked as arguments are. An axis name means the same size in all arguments
-    of one call. The axis "rows_plus_1" has one entry more than the axis "rows", and a `layer` that is known is one of the
-    "layers". The check reads shapes and dtypes only, so it works on tracers, and a jitted caller pays for it at trace time
-    only. NumPy arrays are taken in place of JAX arrays, and those without axes in place of whole numbers.
+    The fields of a dataclass of `Arguments` are checked like arguments. An axis name means the same size in all arguments
+    of one call. The axis "rows_plus_1" has one entry more than the axis "rows", and a `layer` that is a Python int is in
+    [0, layers). The check reads shapes and dtypes only, so it works on tracers, and a jitted caller pays for it at trace
+    time only. NumPy arrays are accepted for JAX arrays, and NumPy scalars for integers.
 
     Raises:
-        ValueError: from a call, if an argument breaks its annotation. The text names the argument, what the annotation
-            wants, and what came.
+        ValueError: from a call, if an argument breaks its annotation. The message names the argument, the wanted type
+            and the given value.
     """
     signature = inspect.signature(function)
     contracts = {name: _Contract.of(parameter.annotation) for name, parameter in signature.parameters.items()}
@@ -183,16 +183,16 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ValueError(message) unless `condition` is true. For relations that an annotation cannot express."""
+    """Raise ValueError(message) unless `condition` is true. For relations that an annotation cannot express."""
     if not condition:
         raise ValueError(message)
 
 
 def check_argument(name: str, argument: str, value: Any, annotation: Any) -> Any:
-    """Returns a value that keeps the annotation of an argument of op `name`, as `checked` gives it to the op.
+    """Return an argument of op `name` that keeps its annotation, converted from NumPy as by `checked`.
 
     Raises:
-        ValueError: neither `value` keeps it, nor what stands for `value` outside of NumPy.
+        ValueError: neither `value` nor its equivalent outside of NumPy keeps the annotation.
     """
     contract = _Contract.of(annotation)
     assert contract is not None
@@ -200,22 +200,22 @@ def check_argument(name: str, argument: str, value: Any, annotation: Any) -> Any
 
 
 def check_layer(name: str, layer: Any, layers: int, argument: str = "layer") -> None:
-    """Raises ValueError, in the name of op `name`, if a layer that is known is none of a pool's `layers`."""
+    """Raise ValueError, in the name of op `name`, if a layer that is a Python int is not in [0, layers)."""
     if isinstance(layer, int):
         require(0 <= layer < layers, f"{name}: {argument} must be in [0, {layers}), got {layer}")
 
 
 def check_layout(name: str, layout: str, layouts: Any) -> None:
-    """Raises ValueError, in the name of op `name`, unless `layout` is one of `layouts`, a Literal of two names."""
+    """Raise ValueError, in the name of op `name`, unless `layout` is one of `layouts`, a Literal of two names."""
     first, second = typing.get_args(layouts)
     require(layout in (first, second), f"{name}: layout must be {first!r} or {second!r}, got {layout!r}")
 
 
 def dtype_of(name: str, argument: str, value: str | None, default: Any) -> np.dtype:
-    """Returns the dtype of that name, which is an argument of op `name`; None is the dtype `default`.
+    """Return the dtype named by an argument of op `name`; None is the dtype `default`.
 
     Raises:
-        ValueError: `value` is no name of a dtype of floating-point numbers.
+        ValueError: `value` is not the name of a floating-point dtype.
     """
     if value is None:
         return jnp.dtype(default)
@@ -229,12 +229,12 @@ def dtype_of(name: str, argument: str, value: str | None, default: Any) -> np.dt
 
 
 def check_config(name: str, config: Any, **least: int) -> None:
-    """Raises ValueError, in the name of op `name`, unless the numbers of a launch configuration are such as kernels take.
+    """Raise ValueError, in the name of op `name`, unless the fields of a launch configuration are in range.
 
     Args:
         name: The op.
-        config: The configuration. Warps are a power of two up to 32, and there is at least one stage.
-        least: The fields that are powers of two, each at least so large.
+        config: The configuration. `num_warps` must be a power of two up to 32, and `num_stages` at least 1.
+        least: The fields that must be powers of two, with the least value of each.
     """
     for field, smallest in least.items():
         size = getattr(config, field)
@@ -248,29 +248,30 @@ def check_config(name: str, config: Any, **least: int) -> None:
 
 
 def sizes_of(name: str, parts: Any, total: int) -> tuple[int, ...]:
-    """Returns the sizes of the parts into which op `name` cuts `total` channels; None is one part.
+    """Return the sizes of the arrays into which op `name` cuts `total` channels; None is one array.
 
     Raises:
-        ValueError: `parts` is not None and not a sequence of positive whole numbers whose sum is `total`.
+        ValueError: `parts` is not None and not a sequence of positive integers whose sum is `total`.
     """
     if parts is None:
         return (total,)
-    wanted = f"{name}: parts must be positive whole numbers whose sum is {total}, got {parts!r}"
+    wanted = f"{name}: parts must be positive integers whose sum is {total}, got {parts!r}"
     require(isinstance(parts, Sequence) and not isinstance(parts, str | bytes), wanted)
     are_sizes = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0 for size in parts)
     require(are_sizes and sum(parts) == total, wanted)
     return tuple(map(int, parts))
 
 
-def check_ring(name: str, ring: str, places: int, max_query_tokens: int) -> None:
-    """Raises ValueError, in the name of op `name`, unless rings of so many `places` suffice for rows of so many tokens."""
+def check_ring(name: str, ring: str, ring_slots: int, max_query_tokens: int) -> None:
+    """Raise ValueError, in the name of op `name`, unless rings of `ring_slots` entries suffice for `max_query_tokens`."""
     require(
-        places >= 2 and places % 2 == 0,
-        f"{name}: {ring} must have two places for each token of a group, an even number of them, got {places}",
+        ring_slots >= 2 and ring_slots % 2 == 0,
+        f"{name}: {ring} must have two ring slots for each token of a group, so an even number, got {ring_slots}",
     )
+    length = ring_slots // 2
     require(max_query_tokens >= 1, f"{name}: rows.max_query_tokens must be at least 1, got {max_query_tokens}")
     require(
-        2 * max_query_tokens - 2 < places // 2,
-        f"{name}: rows.max_query_tokens must be at most {(places // 2 + 1) // 2} for groups of {places // 2} tokens "
-        f"(2 * max_query_tokens - 2 < {places // 2}), got {max_query_tokens}",
+        2 * max_query_tokens - 2 < length,
+        f"{name}: rows.max_query_tokens must be at most {(length + 1) // 2} for groups of {length} tokens "
+        f"(2 * max_query_tokens - 2 < {length}), got {max_query_tokens}",
     )

@@ -1,4 +1,4 @@
-"""How the XLA implementations of deferred states run rows: one after the other, and each token by token."""
+"""The loop over rows and tokens of the XLA implementations of deferred states."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +21,13 @@ def run_rows(
     pool: jax.Array,
     rings: Rings,
 ) -> tuple[jax.Array, jax.Array, Rings]:
-    """Runs all rows of an op of deferred states.
+    """Run all rows of an op of deferred states, one after the other, each token by token.
 
     Args:
-        fold: Returns the state at the end of base's group, rounded to the pool's dtype, in float32:
-            fold(state, rings, slot, base).
-        advance: Runs one token at `position`, which is in base's group, and stores its entry:
-            advance(token, slot, base, position, state, out, rings) returns the outputs and the rings.
+        fold: fold(state, rings, slot, base) returns the state at the end of base's group, rounded to the pool's dtype, in
+            float32.
+        advance: advance(token, slot, base, position, state, out, rings) runs one token at `position`, which is in base's
+            group, stores its entry, and returns the outputs and the rings.
         rows: The rows.
         length: The number of tokens of a group.
         out: The outputs, zeros.
@@ -44,12 +44,12 @@ def run_rows(
         out, pool, rings = carry
         start, count = query_start_loc[row], query_start_loc[row + 1] - query_start_loc[row]
 
-        def turn(n: Any, carry):
+        def step(n: Any, carry):
             state, base, out, pool, rings = carry
             boundary = (base // length + 1) * length
             crosses = position[row] + n >= boundary
             state = jax.lax.cond(crosses, lambda: fold(state, rings, slot[row], base), lambda: state)
-            # The first token's fold has no drafts, and it is the only one that is kept.
+            # Only the first token's fold has no drafts, so only its state is written.
             target = jnp.where(crosses & (n == 0), fold_block[row], NULL_BLOCK)
             pool = write_blocks(pool, layer, target, state)
             base = jnp.where(crosses, boundary, base)
@@ -60,15 +60,15 @@ def run_rows(
             )
             return state, base, out, pool, rings
 
-        # A row that only folds has a turn without a token. Folds and tokens have one place in the program each, because
-        # a copy of either might be compiled to other bits.
+        # A row that only folds has an iteration without a token. `fold` and `advance` are each traced once, because a
+        # second copy of either might be compiled to other bits.
         state = read_blocks(pool, layer, read_block[row])
         carry = state, base[row], out, pool, rings
-        _, _, *carry = jax.lax.fori_loop(0, turns[row], turn, carry)
+        _, _, *carry = jax.lax.fori_loop(0, iterations[row], step, carry)
         return tuple(carry)
 
     folds = (position >= (base // length + 1) * length) & (fold_block != NULL_BLOCK)
-    turns = jnp.maximum(jnp.diff(query_start_loc), folds.astype(jnp.int32))
-    # The last row with a turn. If the number of turns were known to the compiler, it could compile some to other bits.
-    last = jnp.max(jnp.where(turns > 0, jnp.arange(1, turns.shape[0] + 1, dtype=jnp.int32), 0))
+    iterations = jnp.maximum(jnp.diff(query_start_loc), folds.astype(jnp.int32))
+    # The last row with an iteration. If their number were a constant, the compiler could compile some to other bits.
+    last = jnp.max(jnp.where(iterations > 0, jnp.arange(1, iterations.shape[0] + 1, dtype=jnp.int32), 0))
     return jax.lax.fori_loop(0, last, run_row, (out, pool, rings))

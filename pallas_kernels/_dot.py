@@ -1,4 +1,4 @@
-"""Products of tiles on tensor cores, each with as many bits of float32 as the caller asks for."""
+"""Products of float32 tiles on tensor cores, as products of their bfloat16 terms."""
 
 import jax
 import jax.numpy as jnp
@@ -6,39 +6,39 @@ import jax.numpy as jnp
 Operand = jax.Array | tuple[jax.Array, ...]
 
 
-def pieces(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
-    """Splits a float32 tile into `count` bfloat16 tiles, the largest first.
+def as_terms(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """Split a float32 tile into `count` bfloat16 terms, hi first.
 
     Their sum has a relative error of at most 2^-(8 count).
     """
-    parts = []
+    terms = []
     for _ in range(count - 1):
-        # The part is cut from the upper half of the bits. If it were rounded instead, XLA could keep excess precision
-        # and then find that the rounding has left no rest.
+        # The term is x with its lower 16 bits cleared. If x were rounded instead, XLA could keep excess precision and
+        # then find that the remainder is 0.
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
-        part = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        parts.append(part.astype(jnp.bfloat16))
-        x = x - part
-    return *parts, x.astype(jnp.bfloat16)
+        term = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        terms.append(term.astype(jnp.bfloat16))
+        x = x - term
+    return *terms, x.astype(jnp.bfloat16)
 
 
 def operand(x: jax.Array, count: int = 3) -> Operand:
-    """Returns a tile in pieces of bfloat16, float32 tiles in `count` of them and narrower ones without an error."""
+    """Return a tile as bfloat16 terms: `count` terms of a float32 tile, and as many as are exact of a narrower one."""
     if x.dtype == jnp.bfloat16:
         return x
-    return pieces(x.astype(jnp.float32), count if x.dtype == jnp.float32 else 2)
+    return as_terms(x.astype(jnp.float32), count if x.dtype == jnp.float32 else 2)
 
 
 def dot(a: Operand, b: Operand, *, contract: tuple[int, int] = (1, 0), interpret: bool) -> jax.Array:
-    """Multiplies two tiles, or tuples of `pieces` of tiles, and returns the product in float32.
+    """Multiply two tiles, or their `as_terms`, and return the product in float32.
 
     bfloat16 tiles are multiplied exactly. float32 tiles are multiplied as three products of tf32 (a relative error of
-    2^-21), or in float32 when interpreted. Products of two pieces that are smaller than the longer tuple's own error
+    2^-21), or in float32 when interpreted. Products of two terms that are smaller than the longer tuple's own error
     are left out.
 
     Args:
-        a: A tile or its pieces. No axis may be shorter than 16.
-        b: A tile or its pieces. No axis may be shorter than 16.
+        a: A tile or its terms. No axis may be shorter than 16.
+        b: A tile or its terms. No axis may be shorter than 16.
         contract: The axis of `a` and the axis of `b` that are summed over.
         interpret: Whether the kernel runs as plain JAX.
     """

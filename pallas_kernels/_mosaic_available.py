@@ -1,6 +1,6 @@
-"""Whether kernels of Mosaic GPU can be built. It is asked before anything of Mosaic GPU is imported.
+"""The check whether Mosaic GPU kernels can be built, before any module of Mosaic GPU is imported.
 
-An op imports its kernels, and with them `hopper`, where `unavailable` has found nothing in the way. Mosaic GPU may
+An op imports its kernels, and with them `hopper`, if `unavailable` returns None. Mosaic GPU may
 need packages that are not installed with JAX (in JAX 0.10 absl), and takes time to import.
 """
 
@@ -15,14 +15,14 @@ OLDEST_JAX = (0, 11, 2)
 
 
 def unavailable(run: Run) -> str | None:
-    """Returns why kernels of this lowering cannot be taken, or None. It may start JAX's backends.
+    """Return why Mosaic GPU kernels cannot run, or None if they can. It may start JAX's backends.
 
-    If nothing else is in the way, it imports Mosaic GPU. An import that fails is a reason as well, and if no implementation
-    is named, it is logged once.
+    If there is no other reason, it imports Mosaic GPU. A failed import is a reason as well, and is logged once if no
+    implementation is named.
 
     Args:
-        run: How the caller wants the op to run. A kernel that is named may be lowered for another device than JAX's default
-            one. Only Triton kernels have configurations, and only they can run as plain JAX.
+        run: How the caller wants the op to run. A named kernel may be lowered for another device than JAX's default.
+            Only Triton kernels have configurations, and only they can run as plain JAX.
     """
     if run.implementation in ("xla", "triton"):
         return "another implementation is named"

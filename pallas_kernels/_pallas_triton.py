@@ -21,7 +21,7 @@ from pallas_kernels import _math
 LOG2_E = 1.4426950408889634
 # A kernel's arrays, by the names under which `call` was given them. An array that was left out is None.
 Refs: TypeAlias = SimpleNamespace
-# Index vector of a tile's axis, and which of the indices lie inside the array.
+# The index vector of a tile's axis, and the mask of indices inside the array.
 Lanes: TypeAlias = tuple[jax.Array, jax.Array]
 
 program_id = pl.program_id
@@ -33,35 +33,35 @@ barrier = plt.debug_barrier  # waits for all threads of a program; not for inter
 
 
 def power_of_two(extent: int) -> int:
-    """Returns the smallest power of two that is at least `extent`. Triton's tiles have no other sizes."""
+    """Return the smallest power of two that is at least `extent`. Triton's tiles have no other sizes."""
     return 1 << max(extent - 1, 0).bit_length()
 
 
 def lanes(tile: jax.Array | int, size: int, extent: int) -> Lanes:
-    """Returns the indices [size] of tile number `tile` of an axis, and a mask of those that are less than `extent`."""
+    """Return the indices [size] of tile `tile` of an axis, and the mask of indices less than `extent`."""
     index = tile * size + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
     return index, index < extent
 
 
 def part_shapes(num_rows: int, sizes: Sequence[int], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the outputs `part0`, `part1`, .. of a kernel that cuts its columns into parts of `sizes`."""
-    return {f"part{number}": jax.ShapeDtypeStruct((num_rows, size), dtype) for number, size in enumerate(sizes)}
+    """Return the outputs `part0`, `part1`, .. of a kernel that cuts its columns into arrays of `sizes` columns."""
+    return {f"part{n}": jax.ShapeDtypeStruct((num_rows, size), dtype) for n, size in enumerate(sizes)}
 
 
 def parts(refs: Refs, sizes: Sequence[int], column: jax.Array) -> Iterator[tuple[Any, jax.Array, jax.Array]]:
-    """Yields the reference of each part of `part_shapes`, the places of `column` in it, and which of them it has."""
+    """Yield the reference of each output of `part_shapes`, the indices of `column` in it, and the mask of those in range."""
     begin = 0
-    for number, size in enumerate(sizes):
-        place = column - begin
-        yield getattr(refs, f"part{number}"), place, (place >= 0) & (place < size)
+    for n, size in enumerate(sizes):
+        index = column - begin
+        yield getattr(refs, f"part{n}"), index, (index >= 0) & (index < size)
         begin += size
 
 
 def segments(extent: int, size: int) -> Lanes:
-    """Returns the indices of a whole axis, folded to [segments, size], and a mask of those that are less than `extent`.
+    """Return the indices of a whole axis, folded to [segments, size], and the mask of indices less than `extent`.
 
     In a tile of a state, [segments, rows, size], one thread holds the elements of a row that are `size` apart. Most of
-    a sum along the row then needs no exchange between threads.
+    a sum along the row then needs no shuffles.
     """
     shape = (max(power_of_two(extent) // size, 1), size)
     index = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * size + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -69,15 +69,15 @@ def segments(extent: int, size: int) -> Lanes:
 
 
 def row_sum(tile: jax.Array) -> jax.Array:
-    """Sums each row of a tile [segments, rows, size]; returns [rows]."""
+    """Sum each row of a tile [segments, rows, size]; returns [rows]."""
     return jnp.sum(jnp.sum(tile, axis=0), axis=1)
 
 
 def assembly(asm: str, constraints: str, *args: jax.Array, pack: int = 1) -> jax.Array:
-    """Applies PTX to arrays of one shape, `pack` elements of a thread at a time, and returns an array like the first one.
+    """Apply PTX to arrays of one shape, `pack` elements of a thread at a time, and return an array like the first one.
 
-    Operands are numbered from the result's on: $0 to $(pack - 1) are elements of the result, and the next `pack` those of
-    the first argument. The compiler may run the PTX twice or, if the result is not used, not at all.
+    Operands $0 to $(pack - 1) are elements of the result, and the next `pack` operands are elements of the first argument.
+    The compiler may run the PTX twice or, if the result is not used, not at all.
     """
     shape = jax.ShapeDtypeStruct(args[0].shape, args[0].dtype)
     return plt.elementwise_inline_asm(asm, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[shape])[
@@ -86,7 +86,7 @@ def assembly(asm: str, constraints: str, *args: jax.Array, pack: int = 1) -> jax
 
 
 def _assembly(asm: str, *args: jax.Array) -> jax.Array:
-    """Applies PTX to float32 arrays, element by element."""
+    """Apply PTX to float32 arrays, element by element."""
     return assembly(asm, ",".join(["=f"] + ["f"] * len(args)), *args)
 
 
@@ -95,7 +95,7 @@ def _instruction(name: str, x: jax.Array) -> jax.Array:
 
 
 def exp2(x: jax.Array, interpret: bool) -> jax.Array:
-    """Returns 2 ** x by one instruction, within 2 units in the last place.
+    """Return 2 ** x by one instruction, within 2 units in the last place.
 
     libdevice's exp2 takes three more instructions, for denormal results.
     """
@@ -103,7 +103,7 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
 
 
 def exp2_of_sum(x: jax.Array, factor: float, addend: jax.Array, interpret: bool) -> jax.Array:
-    """Returns 2 ** (x * factor + addend), within 2 units in the last place of the exponential.
+    """Return 2 ** (x * factor + addend), within 2 units in the last place of the exponential.
 
     The exponent is one fused multiply-add wherever the function is used. The compiler would otherwise be free to fuse the
     two in one loop and not in another one, whose results must be the same bits.
@@ -115,7 +115,7 @@ def exp2_of_sum(x: jax.Array, factor: float, addend: jax.Array, interpret: bool)
 
 
 def product(x: jax.Array, y: jax.Array, interpret: bool) -> jax.Array:
-    """Returns x * y, rounded, for `y` that broadcasts against `x`.
+    """Return x * y, rounded, for `y` that broadcasts against `x`.
 
     The compiler would otherwise be free to fuse the product with an addition that follows, in one kernel and not in another
     one whose results must be the same bits. In interpret mode it is free to.
@@ -126,7 +126,7 @@ def product(x: jax.Array, y: jax.Array, interpret: bool) -> jax.Array:
 
 
 def silu(x: jax.Array, interpret: bool) -> jax.Array:
-    """Returns the sigmoid linear unit by five instructions. Its sigmoid is within 4 units in the last place."""
+    """Return the sigmoid linear unit by five instructions. Its sigmoid is within 4 units in the last place."""
     if interpret:
         return _math.silu(x)
     return x * _instruction("rcp.approx.ftz.f32", 1.0 + exp2(x * -LOG2_E, interpret))
@@ -138,7 +138,7 @@ def _refuse(context: Any, x: Any, *, name: str) -> Any:
     )
 
 
-# Returns its argument, and says what to do if a program with a kernel is lowered for another platform than CUDA.
+# The identity. Its lowering for other platforms than CUDA raises an error that names `interpret=True`.
 _for_gpus = Primitive("for_gpus")
 _for_gpus.def_impl(lambda x, *, name: x)
 _for_gpus.def_abstract_eval(lambda x, *, name: x)
@@ -159,7 +159,7 @@ def call(
     num_stages: int = 1,
     interpret: bool = False,
 ) -> dict[str, jax.Array]:
-    """Launches `kernel` on references to whole arrays.
+    """Launch `kernel` on references to whole arrays.
 
     Args:
         kernel: The body of one program. Its argument has an attribute for each name in `inputs`, `outputs` and

@@ -1,7 +1,7 @@
 """The shared body of the kernels that advance states token by token.
 
 There is one program per block of a state's rows, head, and row of the batch. The programs of one batch row own disjoint
-parts of its state, so each of them may overwrite the block that it has read.
+tiles of its state, so each of them may overwrite the block that it has read.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ class Recurrence(NamedTuple):
 
 
 def grid(out: jax.ShapeDtypeStruct, batch_rows: int, block: int) -> tuple[int, int, int]:
-    """Returns the grid of a kernel over `advance_rows` whose outputs are [tokens, heads, state rows]."""
+    """Return the grid of a kernel over `advance_rows` whose outputs are [tokens, heads, state rows]."""
     tokens, heads, state_rows = out.shape
     # The grid places the programs of one batch row next to each other. Padding tokens after the last row also get
     # programs, which write zeros.
@@ -46,21 +46,21 @@ def advance_rows(
     recurrence: Callable[[jax.Array, list[Lanes], Lanes], Recurrence],
     layout: StateLayout = "VK",
 ) -> None:
-    """Runs the recurrence over all tokens of this program's row, and stores outputs and states.
+    """Run the recurrence over all tokens of this program's row, and store outputs and states.
 
     Args:
-        refs: `pool`, `out`, `layer`, `query_start_loc`, `read_block`, `write_blocks`, and what `recurrence` reads.
+        refs: `pool`, `out`, `layer`, `query_start_loc`, `read_block`, `write_blocks`, and the inputs of `recurrence`.
         block: The number of state rows that a program owns.
         tile: The number of state rows in each of the program's tiles [segments, tile, segment].
         segment: The number of neighbouring elements of a state row that form a tile's last axis.
-        recurrence: Makes the head's recurrence, given the head, the state rows of each tile, and the state's columns
+        recurrence: Returns the head's recurrence, given the head, the state rows of each tile, and the state's columns
             folded to [segments, segment].
         layout: "VK" if a state lies in the pool as [rows, columns], "KV" if it lies there as [columns, rows].
     """
     tokens, batch_rows, window = refs.out.shape[0], refs.read_block.shape[0], refs.write_blocks.shape[1]
     _, state_rows, state_columns = state_dims(refs.pool, layout)
     state_block, head, program = pt.program_id(0), pt.program_id(1), pt.program_id(2)
-    # Everything that addresses depend on is loaded here, before any branch, so that the loads share one trip to memory.
+    # All operands of addresses are loaded here, before any branch, so that the latencies of the loads overlap.
     row = jnp.minimum(program, batch_rows - 1)
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[batch_rows]
     layer, read, first_write = refs.layer[...], refs.read_block[row], refs.write_blocks[row, 0]
@@ -70,21 +70,21 @@ def advance_rows(
     tiles = [pt.lanes(state_block * num_tiles + i, tile, state_rows) for i in range(num_tiles)]
     take, load_parameters, advance = recurrence(head, tiles, (column, column_inside))
 
-    def places(block):
+    def addresses(block):
         for state_row, inside in tiles:
-            place = state_row[None, :, None], column[:, None, :]
-            at = refs.pool.at[(layer, block, head, *(place if layout == "VK" else place[::-1]))]
+            index = state_row[None, :, None], column[:, None, :]
+            at = refs.pool.at[(layer, block, head, *(index if layout == "VK" else index[::-1]))]
             yield at, column_inside[:, None, :] & inside[None, :, None] & (block != NULL_BLOCK)
 
     @pt.when((program < batch_rows) & (end > start))
     def _():
-        initial = [pt.load(at, mask=mask, other=0.0).astype(jnp.float32) for at, mask in places(read)]
+        initial = [pt.load(at, mask=mask, other=0.0).astype(jnp.float32) for at, mask in addresses(read)]
         inputs = take(start)
         parameters = load_parameters()
 
         def finish(token, write, inputs, states):
             after = []
-            results = zip(tiles, places(write), advance(parameters, inputs, states), strict=True)
+            results = zip(tiles, addresses(write), advance(parameters, inputs, states), strict=True)
             for (state_row, inside), (at, mask), (out, state) in results:
                 pt.store(at, state.astype(refs.pool.dtype), mask=mask)
                 pt.store(refs.out.at[token, head, state_row], out.astype(refs.out.dtype), mask=inside)

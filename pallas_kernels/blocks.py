@@ -1,4 +1,4 @@
-"""Reads and writes blocks of one layer of a stacked pool, as plain XLA.
+"""Reads and writes of blocks of one layer of a stacked pool, as plain XLA.
 
 A pool is an array [layers, blocks, ...]. Reading NULL_BLOCK gives zeros, and writing it does nothing.
 """
@@ -9,26 +9,26 @@ import jax
 import jax.numpy as jnp
 
 NULL_BLOCK = 0
-# How a convolution's window lies in its pool: "SD" is [window, channels], "DS" is [channels, window].
+# The layout of a convolution's window in its pool: "SD" is [window, channels], "DS" is [channels, window].
 WindowLayout = Literal["SD", "DS"]
-# How a delta rule's state lies in its pool: "VK" is [value_heads, value_dim, key_dim], "KV" is [value_heads, key_dim,
+# The layout of a delta rule's state in its pool: "VK" is [value_heads, value_dim, key_dim], "KV" is [value_heads, key_dim,
 # value_dim].
 StateLayout = Literal["VK", "KV"]
 
 
 def state_dims(pool: Any, layout: StateLayout) -> tuple[int, int, int]:
-    """Returns the value heads, value dims and key dims of the states of `pool` [layers, blocks, *state]."""
+    """Return the value heads, value dims and key dims of the states of `pool` [layers, blocks, *state]."""
     heads, rows, columns = pool.shape[2:]
     return (heads, rows, columns) if layout == "VK" else (heads, columns, rows)
 
 
 def per_row(condition: jax.Array, like: jax.Array) -> jax.Array:
-    """Adds trailing axes of size one to `condition` [rows], so that it selects whole rows of `like` [rows, ...]."""
+    """Add trailing axes of size one to `condition` [rows], so that it selects whole rows of `like` [rows, ...]."""
     return condition.reshape(condition.shape + (1,) * (like.ndim - condition.ndim))
 
 
 def read_blocks(pool: jax.Array, layer: int | jax.Array, block: jax.Array) -> jax.Array:
-    """Reads blocks of one layer of a pool, in float32.
+    """Read blocks of one layer of a pool, in float32.
 
     Args:
         pool: Pool of states [layers, blocks, ...].
@@ -43,7 +43,7 @@ def read_blocks(pool: jax.Array, layer: int | jax.Array, block: jax.Array) -> ja
 
 
 def write_blocks(pool: jax.Array, layer: int | jax.Array, block: jax.Array, states: jax.Array) -> jax.Array:
-    """Writes states to blocks of one layer of a pool and returns the new pool.
+    """Write states to blocks of one layer of a pool and return the new pool.
 
     Args:
         pool: Pool of states [layers, blocks, ...]. It is updated in place if the enclosing jit donates it.
@@ -56,7 +56,7 @@ def write_blocks(pool: jax.Array, layer: int | jax.Array, block: jax.Array, stat
 
 
 def write_kept(pool: jax.Array, layer: int | jax.Array, block: jax.Array, kept: jax.Array) -> jax.Array:
-    """Writes the states [rows, places, ...] to the blocks [rows, places]: see `rows.kept_states`."""
+    """Write the states [rows, checkpoints, ...] to the blocks [rows, checkpoints]: see `rows.kept_states`."""
     for n in range(block.shape[1]):
         pool = write_blocks(pool, layer, block[:, n], kept[:, n])
     return pool

@@ -1,4 +1,4 @@
-"""Cuts rows into chunks that end at multiples of the chunk size in the sequence's absolute position.
+"""Chunks of rows, which end at multiples of the chunk size in the sequence's absolute position.
 
 The state at such a position is then the same bits, however the tokens before it were split over calls.
 """
@@ -49,7 +49,7 @@ def chunk_rows(
     num_tokens: int,
     chunk_size: int = CHUNK_SIZE,
 ) -> Chunks:
-    """Cuts packed rows into chunks for the prefill ops.
+    """Cut packed rows into chunks for the prefill ops.
 
     A row's first chunk ends at the next multiple of `chunk_size` in the sequence, and its last chunk at the row's end.
     JAX arrays are cut on the device (the function can be jitted) and NumPy arrays on the host, with the same results. If
@@ -77,7 +77,7 @@ def chunk_rows(
 
 
 def max_chunks(num_tokens: int, num_rows: int, chunk_size: int) -> int:
-    """Returns the most chunks into which `num_tokens` tokens of `num_rows` rows can fall, wherever the rows start."""
+    """Return the most chunks into which `num_tokens` tokens of `num_rows` rows can fall, wherever the rows start."""
     # A row of n >= 1 tokens makes at most (n + 2 * (chunk_size - 1)) // chunk_size chunks, and never more than n. The
     # result is at least 2, because XLA would inline a loop over one chunk, and its bits could then differ from those of
     # a loop over several.
@@ -109,7 +109,7 @@ _cut_on_device = jax.jit(functools.partial(_cut, jnp), static_argnums=(2, 3))
 
 
 def check_chunks(name: str, chunks: Chunks, num_rows: int, num_tokens: int) -> None:
-    """Raises ValueError, in the name of op `name`, unless `chunks` was made for so many rows in so many tokens."""
+    """Raise ValueError, in the name of op `name`, unless `chunks` was made for `num_rows` rows in `num_tokens` tokens."""
     bound = max_chunks(num_tokens, num_rows, chunks.chunk_size)
     came = chunks.first_chunk_indices.shape[0], chunks.seq_idx.shape[0]
     require(
@@ -136,13 +136,13 @@ class Span(NamedTuple):
 
 
 def spans(chunks: Chunks, query_start_loc: jax.Array) -> Span:
-    """Returns the row, start, length and offset of each chunk, to scan over. `query_start_loc` is int32 [rows + 1]."""
+    """Return the row, start, length and offset of each chunk, to scan over. `query_start_loc` is int32 [rows + 1]."""
     start, row = chunks.cu_chunk_seqlens[:-1], jnp.maximum(chunks.seq_idx, 0)
     return Span(row, start, jnp.diff(chunks.cu_chunk_seqlens), start - query_start_loc[row])
 
 
 def chunk_of_token(chunks: Chunks, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Finds the chunk of each packed token and the token's index in that chunk.
+    """Find the chunk of each packed token and the token's index in that chunk.
 
     Returns:
         Chunks and indices, each int32 [num_tokens]. For tokens after the last row the chunk is out of range.
@@ -160,23 +160,23 @@ def scan_chunks(
     offset: jax.Array,
     num_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Advances the state of each row chunk by chunk, as plain XLA.
+    """Advance the state of each row chunk by chunk, as plain XLA.
 
-    Every chunk runs in the same loop body of one shape. That is why results do not change by a bit when a row is split
-    between two chunks.
+    Every chunk runs in the same loop body of one shape, so results have the same bits however a row is split between calls
+    at the end of a chunk.
 
     Args:
-        advance: Advances a state over one chunk: (state, take, live) -> (new state, outputs [chunk_size, ...]).
+        advance: Advances a state by one chunk: (state, take, live) -> (new state, outputs [chunk_size, ...]).
             `take(x)` returns the chunk's tokens of an array x [tokens, ...], padded with 0 to chunk_size. `live`, bool
             [chunk_size], is False for that padding.
         initial: The state before each row, float32 [rows, ...].
         chunks: The rows' chunks.
         query_start_loc: Index of each row's first token, int32 [rows + 1].
-        offset: The numbers of tokens of each row after which its state is kept, int32 [rows, places].
+        offset: The numbers of tokens of each row after which its state is kept, int32 [rows, checkpoints].
         num_tokens: Number of packed tokens, padding included.
 
     Returns:
-        The outputs [tokens, ...], which are 0 after the last row, and the kept states, float32 [rows, places, ...].
+        The outputs [tokens, ...], which are 0 after the last row, and the kept states, float32 [rows, checkpoints, ...].
     """
     lane = jnp.arange(chunks.chunk_size, dtype=jnp.int32)
 

@@ -1,4 +1,4 @@
-"""What launch configurations need to know of the GPU that the kernels are for."""
+"""The properties of the GPU on which launch configurations depend: SMs and shared memory."""
 
 import jax
 
@@ -8,21 +8,21 @@ LEAST_SHARED_BYTES = 101_376  # of GPUs for desktops and workstations, and of L4
 
 
 def shared_bytes() -> int:
-    """Returns the shared memory that a program of a kernel may have on JAX's default device, in bytes.
+    """Return the shared memory that a program of a kernel may have on JAX's default device, in bytes.
 
-    On a machine without a GPU, programs are lowered for one with a Hopper GPU's. This may start JAX's backends.
+    Without a GPU it is a Hopper GPU's, for which kernels are then lowered. This may start JAX's backends.
     """
     return getattr(jax.devices()[0], "shared_memory_per_block_optin", HOPPER_SHARED_BYTES)
 
 
 def has_little_shared_memory() -> bool:
-    """Returns whether a program may have hardly more than `LEAST_SHARED_BYTES`."""
+    """Return whether a program may have less than 1.5 times `LEAST_SHARED_BYTES`."""
     return shared_bytes() < 1.5 * LEAST_SHARED_BYTES
 
 
 def sm_count() -> int:
-    """Returns the number of SMs of JAX's default device.
+    """Return the number of SMs of JAX's default device.
 
-    On a machine without a GPU, programs are lowered for one with a Hopper GPU's. This may start JAX's backends.
+    Without a GPU it is a Hopper GPU's, for which kernels are then lowered. This may start JAX's backends.
     """
     return getattr(jax.devices()[0], "core_count", HOPPER_SMS)

@@ -1,4 +1,4 @@
-"""Chooses the implementation of an op: the one that the caller names, or the platform's when the program is lowered."""
+"""The choice of an op's implementation: the caller's, or the platform's when the program is lowered."""
 
 import functools
 import logging
@@ -30,10 +30,10 @@ class Run:
     interpret: bool = False
 
     def checked(self, op: str, config: type | None) -> "Run":
-        """Returns itself, for op `op`, whose launch configurations are of the class `config`; None if it has none.
+        """Return itself for op `op`, whose launch configurations are of the class `config`; None without configurations.
 
         Raises:
-            ValueError: The configuration is of another class, or a field is none of its values.
+            ValueError: The configuration is of another class, or a field has another value than documented.
         """
         if self.implementation not in (*get_args(Implementation), None):
             names = "'xla', 'triton', 'mosaic_gpu' or None"
@@ -51,7 +51,7 @@ class UnsupportedError(NotImplementedError):
 
 
 def _without_derivative(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a kernel of an op as it is, but differentiating it raises an error that says what to do.
+    """Return `kernel` unchanged, except that differentiating it raises an error that names the alternative.
 
     The operands are marked and not the kernel, because JAX cannot discharge a kernel's references within a custom_jvp.
     """
@@ -67,7 +67,7 @@ def _without_derivative(op: str, kernel: Callable[..., Any]) -> Callable[..., An
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Logs a warning, unless the same one has been logged before."""
+    """Log a warning, unless the same one has been logged before."""
     _LOG.warning(message)
 
 
@@ -81,7 +81,7 @@ def dispatch(
     unsupported: str | None = None,
     mosaic_gpu: Callable[..., Any] | str = "the op has no such kernel",
 ) -> Any:
-    """Runs an op by its "xla", its "triton" or its "mosaic_gpu" implementation.
+    """Run an op by its "xla", its "triton" or its "mosaic_gpu" implementation.
 
     If no kernel can run the arguments, a GPU runs the XLA implementation instead, and a warning is logged once.
 

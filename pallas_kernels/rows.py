@@ -1,4 +1,4 @@
-"""The packed rows of an op's call: whose tokens they are, and which blocks of which layer they read and write."""
+"""The packed rows of an op's call: their tokens, and the blocks of a layer that they read and write."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from pallas_kernels._check import Arguments, require
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.chunks import Chunks
 
-# The default of fields that are None unless they are given. An op names the fields that it needs, and finds them there.
+# The default, None, of fields that an op may require: see `Rows.having`. They are annotated as if they were given.
 _ABSENT: Any = None
 
 
@@ -23,7 +23,7 @@ class RowCheckpoints(Arguments):
     """The states inside prefill rows that are kept, beside the state after each row's last token.
 
     Attributes:
-        offset: Numbers of tokens of the row after which its state is kept, in ascending order.
+        offset: The numbers of tokens of the row after which its state is kept, in ascending order.
         block: The block that receives each of these states. NULL_BLOCK means no checkpoint, whatever its offset is. It may
             be the row's own read block.
     """
@@ -50,11 +50,11 @@ class BoundaryWindow(Arguments):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Fold(Arguments):
-    """What decode and verify rows do with deferred states.
+    """The slots, bases and folds of decode and verify rows with deferred states.
 
     Attributes:
         slot: The slot of each row, whose ring it reads and writes. Two rows with tokens have different slots.
-        base: The number of tokens that the state in the block `Rows.read` has read.
+        base: The position of the state in the block `Rows.read`: the number of tokens that it has read.
         block: The block that receives the state at the end of base's group of tokens, if the row's position has reached it.
             NULL_BLOCK skips the write. It may be the row's own read block.
     """
@@ -67,7 +67,7 @@ class Fold(Arguments):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rows(Arguments):
-    """The packed rows of a call: whose tokens they are, and which blocks of which layer they read and write.
+    """The packed rows of a call: their tokens, and the blocks of a layer that they read and write.
 
     An op reads the fields that its docstring names, and refuses rows in which one of them is None. Rows of several groups
     of layers have arrays of blocks with an axis of groups in front; `of_group` gives the rows of one group, which ops take.
@@ -81,11 +81,11 @@ class Rows(Arguments):
         window_read: The block that holds each row's convolution window. NULL_BLOCK reads as zeros.
         window_row: The first row of that window in its block.
         write: The blocks that each row writes. An op that keeps a state after each token writes the state after token t of
-            row r to write[r, t], and a row has at most `writes` tokens. Other ops write what they keep at a row's end to
-            write[r, 0]. NULL_BLOCK skips the write. A block may be one that the row reads.
+            row r to write[r, t], and a row has at most `writes` tokens. Other ops write the state or window at a row's
+            end to write[r, 0]. NULL_BLOCK skips the write. A block may be one that the row reads.
         checkpoints: The states inside prefill rows that are kept; None for none.
         boundary: The windows of boundaries that decode and verify rows have passed; None for none.
-        fold: What decode and verify rows do with deferred states. None without deferred states.
+        fold: The folds of decode and verify rows with deferred states. None without deferred states.
         chunks: The rows cut into chunks by `chunk_rows`, which the ops for prefill rows take.
         max_query_tokens: The largest number of tokens of any row. None if it is not known. Static.
     """
@@ -110,13 +110,13 @@ class Rows(Arguments):
 
     @property
     def checkpoint_inputs(self) -> dict[str, jax.Array | None]:
-        """The checkpoints by the names that kernels give them; None without checkpoints."""
+        """The checkpoints as inputs of a kernel; None without checkpoints."""
         if self.checkpoints is None:
             return dict(checkpoint_offset=None, checkpoint_block=None)
         return dict(checkpoint_offset=self.checkpoints.offset, checkpoint_block=self.checkpoints.block)
 
     def of_group(self, group: int, layer: int | jax.Array) -> "Rows":
-        """Returns the rows with their blocks of one group of layers, for one of its layers."""
+        """Return the rows with their blocks of one group of layers, for one of its layers."""
         at = lambda blocks: None if blocks is None else blocks[group]
         inside = lambda value: None if value is None else replace(value, block=value.block[group])
         return replace(
@@ -131,9 +131,9 @@ class Rows(Arguments):
         )
 
     def having(self, op: str, *required: str, optional: Sequence[str] = ()) -> "Rows":
-        """Returns the rows with the fields that an op reads, beside layer and query_start_loc. The others become None.
+        """Return the rows with the fields that an op reads, beside layer and query_start_loc. Other fields become None.
 
-        So arrays that the op does not read are no operands of its program. Checkpoints of no columns become None.
+        So arrays that the op does not read are no operands of its program. Checkpoints without columns become None.
 
         Args:
             op: The op's name, for messages.
@@ -153,12 +153,12 @@ class Rows(Arguments):
 
 
 def cut_columns(x: jax.Array, sizes: Sequence[int]) -> tuple[jax.Array, ...]:
-    """Cuts [rows, columns] into one array [rows, size] for each of `sizes`, whose sum is the number of columns."""
+    """Cut [rows, columns] into one array [rows, size] for each of `sizes`, whose sum is the number of columns."""
     return tuple(jnp.split(x, list(itertools.accumulate(sizes))[:-1], axis=1))
 
 
 class TokenRows(NamedTuple):
-    """The place of each packed token.
+    """The row of each packed token, and its offset in the row.
 
     Attributes:
         row: The token's row, clipped to the existing rows for padding tokens.
@@ -172,7 +172,7 @@ class TokenRows(NamedTuple):
 
 
 def token_rows(query_start_loc: jax.Array, num_tokens: int) -> TokenRows:
-    """Finds the row of each packed token and the token's offset in that row.
+    """Find the row of each packed token and the token's offset in that row.
 
     Args:
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. int32 [rows + 1].
@@ -187,7 +187,7 @@ def token_rows(query_start_loc: jax.Array, num_tokens: int) -> TokenRows:
 
 
 def kept_states(rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """Lists the states that a prefill keeps: after how many tokens of each row, and in which block.
+    """Return the offsets in tokens, and the blocks, of all states that a prefill keeps.
 
     The final state is treated as one more checkpoint, at the row's end. A row without tokens keeps nothing.
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import device
-from pallas_kernels._dot import dot, pieces
+from pallas_kernels._dot import as_terms, dot
 from pallas_kernels._math import silu, softplus
 from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
@@ -95,7 +95,7 @@ def _advance_row(
     causal = lane[:, None] >= lane[None, :]
 
     def split(tile, count):
-        return pieces(tile, count) if dtype == jnp.bfloat16 else (tile,)
+        return as_terms(tile, count) if dtype == jnp.bfloat16 else (tile,)
 
     def chunks_up_to(length):
         """Return the number of chunks that hold the row's first `length` tokens."""

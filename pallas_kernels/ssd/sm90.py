@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
-from pallas_kernels._dot import pieces
+from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
 from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
@@ -106,7 +106,7 @@ def _kernel(names, *arrays):
                 hp.barrier_wait(refs.state_free.at[out])
 
             for n in columns:
-                for index, term in enumerate(pieces(state[n], _TERMS)):
+                for index, term in enumerate(as_terms(state[n], _TERMS)):
                     refs.states[out, index, n] = term
             hp.commit_smem()
             hp.barrier_arrive(refs.state_full.at[out])
@@ -122,7 +122,7 @@ def _kernel(names, *arrays):
             x = hp.load_tile(token_tiles["x"].at[at]).astype(jnp.float32)
             to_end = hp.along_rows(hp.load_per_row(refs.per_row.at[at, _AT.to_end]), TILE)
             decayed = jnp.where(hp.rows(SHAPE) < live, to_end * x, hp.zeros(SHAPE, jnp.float32))
-            for index, term in enumerate(pieces(decayed, _TERMS)):
+            for index, term in enumerate(as_terms(decayed, _TERMS)):
                 refs.decayed[index] = term
             hp.commit_smem()
             decay = refs.per_column[at, _AT.end - _AT.whole, 0]

@@ -197,7 +197,7 @@ def test_errors_name_the_bad_argument(rng):
         with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'relu'"):
             op(x, pool, weight, None, rows, activation="relu")
         for parts in ((8, 8), (CHANNELS, 0), (CHANNELS - 0.5, 0.5), (CHANNELS - 1, True), CHANNELS, "parts", ()):
-            wanted = f"parts must be positive whole numbers whose sum is {CHANNELS}, got {parts!r}"
+            wanted = f"parts must be positive integers whose sum is {CHANNELS}, got {parts!r}"
             with pytest.raises(ValueError, match=re.escape(wanted)):
                 op(x, pool, weight, None, rows, parts=parts)
     with pytest.raises(ValueError, match=f"x must have at least weight's {CHANNELS} channels, got 8"):

@@ -172,9 +172,9 @@ def test_errors_name_the_bad_argument():
         linear(x.astype(jnp.bfloat16), weight.astype(jnp.float16))
     with pytest.raises(ValueError, match=r"linear: bias must be Float\[ ?outputs\] or|linear: bias must be"):
         linear(x, weight, jnp.zeros(5))
-    with pytest.raises(ValueError, match=r"linear: parts must be positive whole numbers whose sum is 6, got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"linear: parts must be positive integers whose sum is 6, got \(2, 3\)"):
         linear(x, weight, parts=(2, 3))
-    with pytest.raises(ValueError, match=r"linear: parts must be positive whole numbers whose sum is 3, got \(6,\)"):
+    with pytest.raises(ValueError, match=r"linear: parts must be positive integers whose sum is 3, got \(6,\)"):
         linear(x, weight, is_gated=True, parts=(6,))
     with pytest.raises(ValueError, match="linear: gated weights must have an even number of rows, got 5"):
         linear(x, weight[:5], is_gated=True)

@@ -353,7 +353,7 @@ def test_parts_belong_to_a_last_product(rng):
     with pytest.raises(ValueError, match="parts need a last product"):
         product_chain(x, steps, residual, parts=(256,))
     for wrong in ((100, 100), (256.0,), 256, "ab", (True, 255), (0, 256), ()):
-        wanted = f"product_chain: parts must be positive whole numbers whose sum is 256, got {wrong!r}"
+        wanted = f"product_chain: parts must be positive integers whose sum is 256, got {wrong!r}"
         with pytest.raises(ValueError, match=re.escape(wanted)):
             product_chain(x, steps[:1], parts=wrong)
     wanted, _ = product_chain(x, steps[:1], parts=(128, 128))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
-from pallas_kernels._dot import pieces
+from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
@@ -154,7 +154,7 @@ def _kernel(
         """Return a state's bfloat16 terms, lo first, so that larger products do not round them away."""
         if state.dtype == jnp.bfloat16:
             return [state]
-        return pieces(state.astype(jnp.float32), count)[::-1]
+        return as_terms(state.astype(jnp.float32), count)[::-1]
 
     def times_vectors(is_on_its_way):
         """Multiply the state, which may be on its way still, with the row's vectors. Return [values, vectors]."""
@@ -206,7 +206,7 @@ def _kernel(
         """Replace the state in SMEM by the one at the end of the first group."""
         decays = factor_tile.at[hp.ds(at.fold, group_slots)]
         decayed = u * hp.along_columns(hp.load_per_column(decays), _VALUES)
-        left, decay = pieces(decayed, count)[::-1], factor_tile[at.decay]
+        left, decay = as_terms(decayed, count)[::-1], factor_tile[at.decay]
         for n, keys in enumerate(tiles):
             added = hp.multiply((_VALUES, tile), [lambda keys=keys: (left, fold_tile.at[:, keys])])
             state_tiles[n] = (decay * hp.load_tile(state_tiles.at[n]).astype(jnp.float32) + added).astype(pool.dtype)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._dot import Operand, dot, pieces
+from pallas_kernels._dot import Operand, as_terms, dot
 from pallas_kernels._pallas_triton import Refs
-from pallas_kernels._tiles import as_operand, iota, key_lanes, store_pieces
+from pallas_kernels._tiles import as_operand, iota, key_lanes, store_terms
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 # Keys in a tile of `products_per_channel`. All keys of a head would not fit into a program's registers.
@@ -109,7 +109,7 @@ def products(
         between = decay_of(coarse[:, None] - coarse[None, :], fine[:, None] - fine[None, :])
         at = head, chunk, lane[:, None], lane[None, :]
         pt.store(refs.system.at[at], between * keys * take(refs.beta)[:, None])
-        store_pieces(refs.attention, between * queries, *at)
+        store_terms(refs.attention, between * queries, *at)
         before, after = decay_of(coarse, fine), decay_of(coarse_total - coarse, fine_total - fine)
         for kind, values in enumerate((before * k_norm, before * q_norm, after * k_norm)):
             pt.store(refs.scales.at[jnp.int32(kind), head, chunk, lane], values)
@@ -190,7 +190,7 @@ def products_per_channel(
     tiles = key_lanes(key_dim) // tile
 
     def split(x: jax.Array, count: int) -> Operand:
-        return pieces(x, count) if exact else x
+        return as_terms(x, count) if exact else x
 
     def wide(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32)
@@ -208,7 +208,7 @@ def products_per_channel(
 
     def over_spans(g: jax.Array) -> Callable[[jax.Array | int], jax.Array]:
         """Return a function that sums the log decays over the span with a given index, each sum on its own."""
-        terms = pieces(g, 2 if exact else 3)
+        terms = as_terms(g, 2 if exact else 3)
         return lambda span: product(pt.load(refs.spans.at[jnp.int32(span), lane[:, None], lane[None, :]]), terms)
 
     def multiply(keys, queries, earlier):
@@ -250,7 +250,7 @@ def products_per_channel(
     beta = pt.load(refs.beta.at[token, head], mask=live, other=0.0)
     at = head, chunk, lane[:, None], lane[None, :]
     pt.store(refs.system.at[at], keys * (beta * k_norm)[:, None] * k_norm[None, :])
-    store_pieces(refs.attention, queries * q_norm[:, None] * k_norm[None, :], *at)
+    store_terms(refs.attention, queries * q_norm[:, None] * k_norm[None, :], *at)
 
     def of_ends(n, _):
         q, k, g, key, inside = take(n)
@@ -258,7 +258,7 @@ def products_per_channel(
         before, after = jnp.exp2(sums(levels + 1)), jnp.exp2(sums(levels + 2))
         at, mask = (head, chunk, lane[:, None], key[None, :]), jnp.broadcast_to(inside[None, :], (size, tile))
         for ref, values in ((refs.k_before, before * k), (refs.q_before, before * q), (refs.k_after, after * k)):
-            store_pieces(ref, values, *at, mask=mask)
+            store_terms(ref, values, *at, mask=mask)
         pt.store(refs.decay.at[head, chunk, key], jnp.exp2(jnp.sum(g, axis=0)), mask=inside)
 
     jax.lax.fori_loop(0, tiles, of_ends, None)

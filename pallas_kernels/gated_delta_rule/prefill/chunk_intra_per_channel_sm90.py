@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
-from pallas_kernels._dot import pieces
+from pallas_kernels._dot import as_terms
 from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.prefill.chunk_intra import MAX_EXPONENT, decay_spans
@@ -72,7 +72,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
 
     def cut_log_decays(values):
         """Store log decays [tokens, keys] as bfloat16 terms over the float32 ones."""
-        terms = pieces(values, _TERMS)
+        terms = as_terms(values, _TERMS)
         hp.commit_smem()  # no warp still reads the float32 log decays
         for n, term in enumerate(terms):
             decay_terms[n] = term

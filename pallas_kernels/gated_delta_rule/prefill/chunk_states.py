@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._dot import Operand, dot, pieces
+from pallas_kernels._dot import Operand, as_terms, dot
 from pallas_kernels._pallas_triton import Refs
-from pallas_kernels._tiles import as_operand, iota, key_lanes, load_pieces
+from pallas_kernels._tiles import as_operand, iota, key_lanes, load_terms
 from pallas_kernels.blocks import NULL_BLOCK, StateLayout
 from pallas_kernels.gated_delta_rule.config import PrefillConfig
 
@@ -41,7 +41,7 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout,
     product = functools.partial(dot, interpret=interpret)
 
     def split(x: jax.Array) -> Operand:
-        return pieces(x, config.pieces) if exact else x
+        return as_terms(x, config.pieces) if exact else x
 
     def rounded(x: Operand) -> Operand:
         """Return the operand in one term, for products that only outputs depend on."""
@@ -68,14 +68,14 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout,
             inside = token < jnp.minimum(begin + (n + 1) * size - lead, end)
 
             def square(ref):
-                return load_pieces(ref, head, chunk, lane[:, None], lane[None, :])
+                return load_terms(ref, head, chunk, lane[:, None], lane[None, :])
 
             # Values that no product takes are loaded first, because the compiler prefetches only operands of products.
             if refs.scales is None:
                 mask = jnp.broadcast_to(key_inside[None, :], (size, key.shape[0]))
 
                 def keys(ref):
-                    return load_pieces(ref, head, chunk, lane[:, None], key[None, :], mask=mask)
+                    return load_terms(ref, head, chunk, lane[:, None], key[None, :], mask=mask)
 
                 decay = pt.load(refs.decay.at[head, chunk, key], mask=key_inside, other=0.0)[:, None]
                 q_before, k_before, k_after = keys(refs.q_before), keys(refs.k_before), keys(refs.k_after)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
-from pallas_kernels._dot import pieces
+from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK, StateLayout
 from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
 from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
@@ -83,7 +83,7 @@ class Head:
 
     def term(self, tile: jax.Array, n: int) -> Callable[[], jax.Array]:
         """Return a function that returns a tile's n-th bfloat16 term (0: hi), a left operand for `multiply_all`."""
-        return lambda: pieces(tile, len(self.terms))[n]
+        return lambda: as_terms(tile, len(self.terms))[n]
 
     def keep_tokens(self, live: Any, v_tile: Any, at: Any) -> None:
         """Set the tokens after a chunk's last one, which a copy brings too, to zero."""

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._dot import Operand, dot, pieces
+from pallas_kernels._dot import Operand, as_terms, dot
 from pallas_kernels._pallas_triton import Refs
-from pallas_kernels._tiles import BLOCK, iota, store_pieces
+from pallas_kernels._tiles import BLOCK, iota, store_terms
 
 
 def inverse(
@@ -34,7 +34,7 @@ def inverse(
     product = functools.partial(dot, interpret=interpret)
 
     def split(x: jax.Array) -> Operand:
-        return pieces(x, 2) if refs.solve.dtype == jnp.bfloat16 else x
+        return as_terms(x, 2) if refs.solve.dtype == jnp.bfloat16 else x
 
     def load(row: jax.Array, column: jax.Array) -> jax.Array:
         return pt.load(refs.system.at[head, chunk, row, column])
@@ -64,4 +64,4 @@ def inverse(
         for i in blocks:
             values = solution[i, j] * beta[None, :] if i >= j else jnp.zeros((BLOCK, BLOCK), jnp.float32)
             at = (i * BLOCK + lane)[:, None], (j * BLOCK + lane)[None, :]
-            store_pieces(refs.solve, values, head, chunk, *at)
+            store_terms(refs.solve, values, head, chunk, *at)

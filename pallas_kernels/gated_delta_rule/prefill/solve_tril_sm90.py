@@ -222,7 +222,7 @@ def _store(words: Sequence[Any], solution: Any, half: Any, lane: Any, column: An
 
 
 def _terms(values: Sequence[Any], count: int) -> list[list[Any]]:
-    """Return the terms of float32 values, hi first, split as in `_dot.pieces` but not yet rounded."""
+    """Return the terms of float32 values, hi first, split as in `_dot.as_terms` but not yet rounded."""
     found = []
     for _ in range(count - 1):
         hi, values = zip(*(_cut(x, 16) for x in values), strict=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
-from pallas_kernels._dot import pieces
+from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred.coefficients import Factors, coefficients, sizes
@@ -116,7 +116,7 @@ def _kernel(
         """Return a state's bfloat16 terms, lo first, so that larger products do not round them away."""
         if state.dtype == jnp.bfloat16:
             return [state]
-        return pieces(state.astype(jnp.float32), count)[::-1]
+        return as_terms(state.astype(jnp.float32), count)[::-1]
 
     def times_C():
         """Multiply the state with the C of the row's tokens. Return [channels, tokens]."""
@@ -158,7 +158,7 @@ def _kernel(
         """Replace the state in SMEM by the one at the end of the first group, which has the inputs x."""
         of_inputs = factor_tile.at[hp.ds(at.fold, group_slots)]
         decayed = x * hp.along_columns(hp.load_per_column(of_inputs), _CHANNELS)
-        left, decay = pieces(decayed, count)[::-1], factor_tile[at.decay]
+        left, decay = as_terms(decayed, count)[::-1], factor_tile[at.decay]
         for columns in tiles:
             added = hp.multiply((_CHANNELS, tile), [lambda columns=columns: (left, fold_tile.at[:, columns])])
             state_tile[:, columns] = (decay * state_at(columns).astype(jnp.float32) + added).astype(pool.dtype)
