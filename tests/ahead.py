@@ -30,12 +30,12 @@ from pallas_kernels import UnsupportedError, device
 
 
 class Device(NamedTuple):
-    """A GPU: its compute capability, its cores, and the bytes of shared memory of a program and of a core."""
+    """A GPU: its compute capability, its SMs, and the bytes of shared memory of a program and of an SM."""
 
     capability: tuple[int, int]
-    cores: int
+    sms: int
     shared_bytes: int
-    shared_bytes_per_core: int
+    shared_bytes_per_sm: int
 
 
 DEVICES = {
@@ -47,10 +47,10 @@ DEVICES = {
 _CONFIGURATION = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
-  core_count: {device.cores}
+  core_count: {device.sms}
   shared_memory_per_block: 49152
   shared_memory_per_block_optin: {device.shared_bytes}
-  shared_memory_per_core: {device.shared_bytes_per_core}
+  shared_memory_per_core: {device.shared_bytes_per_sm}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: 2000000000000 l2_cache_size: 41943040 clock_rate_ghz: 1.7 device_memory_size: 150000000000
@@ -64,10 +64,10 @@ device_description_str: "{name}"
 
 
 def described(name, count):
-    """Returns GPUs that are described only. From then on kernels ask for their shared memory and cores."""
+    """Returns GPUs that are described only. From then on launch configurations take their shared memory and SMs."""
     configuration = _CONFIGURATION.format(name=name, device=DEVICES[name])
     device.shared_bytes = lambda: DEVICES[name].shared_bytes
-    lowered_cases.CORES[name] = DEVICES[name].cores
+    lowered_cases.SMS[name] = DEVICES[name].sms
     return topologies.get_topology_desc(platform="cuda", target_config=configuration, topology=f"1x1x{count}").devices
 
 

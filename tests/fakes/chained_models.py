@@ -28,7 +28,7 @@ CONFIG = replace(
 WITH_EXPERTS = replace(
     CONFIG, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=256, shared_expert_intermediate_size=256
 )
-H200_CORES = 132
+H200_SMS = 132
 # Why neither the projection of the first mixer nor, with several tokens, what ends with the last norm is one launch.
 TO_FIRST = "there must be a product and another step, got 1 steps"
 TO_HEAD = "of several tokens, the first and the last step must be products"

@@ -61,7 +61,7 @@ from pallas_kernels.selective_state_update.deferred import selective_state_defer
 from pallas_kernels.ssd import cases as ssd_cases
 from pallas_kernels.state_copy import cases as state_copy_cases
 
-CORES = {
+SMS = {
     "NVIDIA H200": 132,
     "NVIDIA A100-SXM4-80GB": 108,
     "NVIDIA H100 80GB HBM3": 132,
@@ -72,7 +72,7 @@ CORES = {
 
 def on(device):
     """Returns a context in which programs are lowered for that GPU."""
-    abstract = AbstractDevice(device_kind=device, num_cores=CORES[device], platform="gpu")
+    abstract = AbstractDevice(device_kind=device, num_cores=SMS[device], platform="gpu")
     # The mesh only names the device. Nothing is sharded over it.
     return use_abstract_mesh(AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=abstract))
 

@@ -289,7 +289,7 @@ def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rn
         ([0] * 64 + [4096] * 64, 16, 8),
     ],
 )
-def test_units_fill_the_cores(lengths, programs, unit):
+def test_units_fill_the_sms(lengths, programs, unit):
     assert best_unit(jnp.asarray(lengths, jnp.int32), 1, programs, Shards(128, 128), (1, 4, 8)) == unit
 
 

@@ -279,7 +279,7 @@ def test_what_one_launch_cannot_run_is_refused(rng, changes, message):
         product_chain(*draw(rng, case, tokens), parts=case.parts, run=Run(implementation="mosaic_gpu"))
 
 
-def test_one_launch_of_several_tokens_refuses_mixed_dtypes_and_too_few_cores(rng):
+def test_one_launch_of_several_tokens_refuses_mixed_dtypes_and_too_few_sms(rng):
     x, steps, residual = draw(rng, OF_TOKENS[1], 2)
     reason = functools.partial(_schedule.unsupported, parts=None)
     assert reason(x, steps, residual, ctas=132) is None

@@ -8,7 +8,7 @@ import jax
 import pytest
 from fakes.chained_models import (
     CONFIG,
-    H200_CORES,
+    H200_SMS,
     TO_FIRST,
     TO_HEAD,
     WITH_EXPERTS,
@@ -30,7 +30,7 @@ def chains(monkeypatch):
     def record(x, steps, residual, *, parts=None, **options):
         products = without_convolution(steps)
         few = "few steps" if _schedule.is_short(products) else None
-        found.append(_schedule.unsupported(x, products, residual, parts, H200_CORES) or few)
+        found.append(_schedule.unsupported(x, products, residual, parts, H200_SMS) or few)
         return original(x, steps, residual, parts=parts, **options)
 
     monkeypatch.setattr(chain, "product_chain", record)

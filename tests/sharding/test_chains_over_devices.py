@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from fakes.chained_models import CONFIG, H200_CORES, TO_FIRST, TO_HEAD, check_log_probabilities, without_convolution
+from fakes.chained_models import CONFIG, H200_SMS, TO_FIRST, TO_HEAD, check_log_probabilities, without_convolution
 from jax.sharding import Mesh
 
 from benchmarks.random_model import random_model
@@ -27,7 +27,7 @@ def chains(monkeypatch):
 
     def record(x, steps, residual, mailboxes, epoch, *, parts=None, **options):
         products = without_convolution(steps)
-        found.append(_schedule.unsupported(x, products, residual, parts, H200_CORES, mailboxes.capacity))
+        found.append(_schedule.unsupported(x, products, residual, parts, H200_SMS, mailboxes.capacity))
         return original(x, steps, residual, mailboxes, epoch, parts=parts, **options)
 
     monkeypatch.setattr(exchange, "all_reduce_product_chain", record)
