@@ -1,4 +1,4 @@
-"""Checks shapes and dtypes of arguments against their jaxtyping annotations, and raises ValueError if they differ."""
+"""Checks of arguments' shapes and dtypes against their jaxtyping annotations, which raise ValueError."""
 
 import dataclasses
 import functools

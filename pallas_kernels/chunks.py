@@ -79,7 +79,7 @@ def chunk_rows(
 def max_chunks(num_tokens: int, num_rows: int, chunk_size: int) -> int:
     """Return the most chunks into which `num_tokens` tokens of `num_rows` rows can fall, wherever the rows start."""
     # A row of n >= 1 tokens makes at most (n + 2 * (chunk_size - 1)) // chunk_size chunks, and never more than n. The
-    # result is at least 2, because XLA would inline a loop over one chunk, and its bits could then differ from those of
+    # result is at least 2, because XLA would inline a loop over one chunk, and its bits could then differ from the bits of
     # a loop over several.
     return max(2, min(num_tokens, (num_tokens + 2 * (chunk_size - 1) * num_rows) // chunk_size))
 

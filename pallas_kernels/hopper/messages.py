@@ -3,7 +3,7 @@
 The memory is +0 when the launch starts, and a value of +0 is sent as -0. A reader that loads anything else has the value,
 so neither fences nor flags are needed. A fence would wait for all outstanding loads of the SM.
 
-Between devices, a value and the sequence number of its exchange are one 64-bit word, which memory never tears.
+Between devices, a value and the epoch of its exchange are one 64-bit word, which memory never tears.
 
 Source: the idea of NCCL's protocol "LL" (low latency), without a flag for each value.
 """
@@ -152,17 +152,17 @@ def wait(counter: Any, enough: int) -> None:
     hp.inline(body, (counter, ()))
 
 
-def store_to_device(address: Any, pair: Sequence[Any], sequence: Any) -> None:
-    """Store two float32 values, each with a sequence number, at an address of any device, by single threads."""
+def store_to_device(address: Any, pair: Sequence[Any], epoch: Any) -> None:
+    """Store two float32 values, each with the epoch, at an address of any device, by single threads."""
     text = "{.reg .b64 one, two; mov.b64 one, {$1, $3}; mov.b64 two, {$2, $3};"
     text += " st.relaxed.sys.global.v2.b64 [$0], {one, two};}"
-    assembly(text, "l,f,f,r", None, [address, *pair, sequence])
+    assembly(text, "l,f,f,r", None, [address, *pair, epoch])
 
 
-def poll_device(address: Any, sequence: Any) -> list[Any]:
-    """Wait for two float32 values with a sequence number at an address of this device, by single threads. Return them."""
-    text = "{.reg .pred p; .reg .b64 one, two; .reg .b32 turn;"
+def poll_device(address: Any, epoch: Any) -> list[Any]:
+    """Wait for two float32 values of an epoch at an address of this device, by single threads. Return them."""
+    text = "{.reg .pred p; .reg .b64 one, two; .reg .b32 epoch;"
     text += " AGAIN: ld.relaxed.sys.global.v2.b64 {one, two}, [$2];"
     for n, word in enumerate(("one", "two")):
-        text += f" mov.b64 {{${n}, turn}}, {word}; setp.ne.u32 p, turn, $3; @p bra AGAIN;"
-    return assembly(text + "}", "=&f,=&f,l,r", [jnp.float32] * 2, [address, sequence])
+        text += f" mov.b64 {{${n}, epoch}}, {word}; setp.ne.u32 p, epoch, $3; @p bra AGAIN;"
+    return assembly(text + "}", "=&f,=&f,l,r", [jnp.float32] * 2, [address, epoch])

@@ -79,8 +79,8 @@ def linear_sums(
     that reads the product, such as `add_rms_norm`, adds their partial sums as it reads them, so no kernel is launched for
     it. The number of splits depends on shapes and `run` only. "xla" puts the whole product into the first split.
 
-    The partial sums are float32. "xla" rounds those of more than `MAX_TOKENS` tokens to the weights' dtype, because writing
-    and reading float32 would take longer than the rest of the addition.
+    The partial sums are float32. "xla" rounds the sums of more than `MAX_TOKENS` tokens to the weights' dtype, because
+    writing and reading float32 would take longer than the rest of the addition.
 
     See `linear` for the arguments, numerics and errors.
     """

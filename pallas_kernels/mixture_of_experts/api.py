@@ -103,7 +103,7 @@ def mixture_of_experts(
         weights: The routing weight of each expert in `chosen`.
         activation: "swiglu", silu(gate) * up, for which `up_size` is 2 * size; or "relu2", relu(up) ** 2, for which it is
             size.
-        out_dtype: Dtype of the result; None is that of `x`.
+        out_dtype: Dtype of the result; None is x's dtype.
         run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernels.
 
     Returns:
