@@ -235,7 +235,7 @@ class Attention(nnx.Module):
         """Multiplies attended values [tokens, heads, head_dim] by their gates and projects them.
 
         Returns:
-            Sums [shares, tokens, hidden]: see `Linear.sums`.
+            Sums [splits, tokens, hidden]: see `Linear.sums`.
         """
         attended = attended.reshape(attended.shape[0], -1)
         return self.o_proj.sums(attended if gate is None else attended * jax.nn.sigmoid(gate))

@@ -33,7 +33,7 @@ class Chain:
         exchange: Any = None,
         axis: str | None = None,
     ) -> None:
-        """Begins with `x`: [tokens, channels], or shares of outputs, [shares, tokens, channels], that a norm will add up."""
+        """Begins with `x`: [tokens, channels], or partial sums [splits, tokens, channels], which a norm will add up."""
         self._x, self.implementation, self.exchange, self.axis = x, implementation, exchange, axis
         self._residual: jax.Array | None = None
         self._steps: tuple[GatedNorm | Product | Norm | Experts | Convolution, ...] = ()

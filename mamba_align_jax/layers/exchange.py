@@ -18,10 +18,10 @@ from pallas_kernels.rms_norm.xla import sum_over_splits
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Partial:
-    """Outputs of a layer of which each device has a summand: their total over shares and devices is meant.
+    """Outputs of a layer of which each device has a summand: their total over splits and devices is meant.
 
     Attributes:
-        sums: This device's summand. [shares, tokens, hidden]
+        sums: This device's summand. [splits, tokens, hidden]
         axis: The mesh axis of the devices.
     """
 
@@ -33,7 +33,7 @@ class Partial:
         return jax.lax.psum(sum_over_splits(self.sums), self.axis)
 
 
-# What a layer returns: outputs [tokens, hidden], sums [shares, tokens, hidden] whose total they are, a summand, or a chain
+# What a layer returns: outputs [tokens, hidden], sums [splits, tokens, hidden] whose total they are, a summand, or a chain
 # that computes sums.
 Outputs: TypeAlias = jax.Array | Partial | Chain
 

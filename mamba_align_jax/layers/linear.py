@@ -124,7 +124,7 @@ class Linear(nnx.Module):
         return out
 
     def sums(self, x: Inputs) -> Outputs:
-        """Computes the product of [tokens, in] as sums [shares, tokens, out], whose total over the shares it is.
+        """Computes the product of [tokens, in] as sums [splits, tokens, out], whose total over the splits it is.
 
         The sums are float32, or of the weights' dtype where `ops.linear_sums` rounds them. If the inputs are split over
         devices, each device has a summand of the product, in float32. A product with a bias is added up at once, so that
@@ -136,10 +136,10 @@ class Linear(nnx.Module):
         rows = self._rows(settled(x))
         if self.bias is not None:
             return self._whole(rows)[None]
-        return self.shares(rows) if self.axis is None else self._summand(rows, self.axis)
+        return self.partial_sums(rows) if self.axis is None else self._summand(rows, self.axis)
 
-    def shares(self, x: jax.Array, run: ops.Run = ops.Run()) -> jax.Array:
-        """Computes this device's product without the bias, [shares, tokens, out]: see `ops.linear_sums`.
+    def partial_sums(self, x: jax.Array, run: ops.Run = ops.Run()) -> jax.Array:
+        """Computes this device's product without the bias, [splits, tokens, out]: see `ops.linear_sums`.
 
         If `run` names no implementation, it is that of the layer.
         """
@@ -147,7 +147,7 @@ class Linear(nnx.Module):
         return ops.linear_sums(self._rows(x), self.weight[...], run=run)
 
     def _summand(self, rows: jax.Array, axis: str) -> Partial:
-        return Partial(self._float32(rows)[None] if rows.shape[0] > MAX_TOKENS else self.shares(rows), axis)
+        return Partial(self._float32(rows)[None] if rows.shape[0] > MAX_TOKENS else self.partial_sums(rows), axis)
 
     def _whole(self, rows: jax.Array) -> jax.Array:
         """Computes the product and adds the bias, float32 [tokens, out], the same bits on all devices."""

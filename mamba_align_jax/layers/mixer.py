@@ -54,7 +54,7 @@ class Mixer(Protocol):
             *pools: One array per state, with all layers and blocks: [layers, blocks, *state]. They are donated.
 
         Returns:
-            The outputs [tokens, hidden], sums [shares, tokens, hidden] whose total over the shares they are, or a
+            The outputs [tokens, hidden], sums [splits, tokens, hidden] whose total over the splits they are, or a
             summand (see `Linear.sums`), finite for padding tokens too, followed by the updated pools.
         """
         ...

@@ -30,7 +30,7 @@ class GatedMLP(nnx.Module):
     takes_chains = True
 
     def __call__(self, x: Inputs) -> Outputs:
-        """Takes [tokens, hidden] to sums [shares, tokens, hidden]: see `Linear.sums`. It continues a chain."""
+        """Takes [tokens, hidden] to sums [splits, tokens, hidden]: see `Linear.sums`. It continues a chain."""
         return self.down_proj.sums(self.gate_up_proj.gated(x))
 
     def split(self, cut: Cut) -> None:

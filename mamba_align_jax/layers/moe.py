@@ -92,7 +92,7 @@ class Experts(nnx.Module):
         weights: jax.Array,
         run: Run = Run(),
     ) -> Outputs:
-        """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
+        """Computes the weighted sum of the outputs of each token's experts, in partial sums that the caller adds up.
 
         If the experts are split over devices, each device has a summand, in float32.
 
@@ -103,7 +103,7 @@ class Experts(nnx.Module):
             run: How the op runs.
 
         Returns:
-            [shares, tokens, hidden], in float32 or in the dtype of `x`: see `pallas_kernels.mixture_of_experts_sums`.
+            [splits, tokens, hidden], in float32 or in the dtype of `x`: see `pallas_kernels.mixture_of_experts_sums`.
         """
         arguments = x, self.up[...], self.down[...], chosen, weights
         if self.axis is None:
@@ -153,7 +153,7 @@ class MixtureOfExperts(nnx.Module):
                 its chains. Other products and norms always choose by platform.
 
         Returns:
-            What `Residual.add` takes: [tokens, hidden], or sums [shares, tokens, hidden].
+            What `Residual.add` takes: [tokens, hidden], or sums [splits, tokens, hidden].
         """
         raise NotImplementedError
 
@@ -203,7 +203,7 @@ class SharedExpertMoE(MixtureOfExperts):
             r, weights = self.routing, (self.gate.weight[...], self.experts.up[...], self.experts.down[...])
             return x.experts(ExpertsStep(*weights, valid, r.top_k, r.shared, r.shared_gate, r.renormalise))
         x = settled(x)
-        return self.experts.routed_sums(x, self.gate.shares(x, run), self.routing, valid=valid, run=run)
+        return self.experts.routed_sums(x, self.gate.partial_sums(x, run), self.routing, valid=valid, run=run)
 
 
 class SigmoidGate(nnx.Module):
@@ -245,7 +245,7 @@ class SigmoidGate(nnx.Module):
         return choose_experts(self.logits(x, run), self.routing, bias=bias, valid=valid, run=run)
 
     def logits(self, x: jax.Array, run: Run = Run()) -> jax.Array:
-        """Computes the router's outputs of packed tokens [tokens, hidden], in shares: see `pallas_kernels.linear_sums`."""
+        """Computes the router's outputs of packed tokens [tokens, hidden] as partial sums: see `ops.linear_sums`."""
         return ops.linear_sums(x, self.weight[...], run=run)
 
 

@@ -66,7 +66,7 @@ class RMSNorm(nnx.Module):
 
         Args:
             x: [tokens, channels]
-            addend: What is added: [tokens, channels], or shares of it [shares, tokens, channels], or a summand.
+            addend: What is added: [tokens, channels], or partial sums of it [splits, tokens, channels], or a summand.
             scale: Factor of the addend.
             dtype: Dtype of the normed values; None is that of `x`.
             exchange: Adds up the summands of all devices; None leaves that to XLA.
@@ -79,8 +79,8 @@ class RMSNorm(nnx.Module):
             if exchange is not None:
                 return exchange.add_rms_norm(x, addend, self.weight[...], **options)
             addend = addend.total()
-        shares = addend if addend.ndim == 3 else addend[None]
-        return add_rms_norm(x, shares, self.weight[...], **options)
+        addend = addend if addend.ndim == 3 else addend[None]
+        return add_rms_norm(x, addend, self.weight[...], **options)
 
 
 class GatedRMSNorm(nnx.Module):

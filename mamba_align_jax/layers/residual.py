@@ -20,7 +20,7 @@ def total(outputs: Outputs, dtype: Any) -> jax.Array:
     """Returns outputs of a layer as one array [tokens, hidden] of `dtype`.
 
     Args:
-        outputs: [tokens, hidden], or sums [shares, tokens, hidden] whose total the outputs are, or a summand of them:
+        outputs: [tokens, hidden], or sums [splits, tokens, hidden] whose total the outputs are, or a summand of them:
             see `Linear.sums`; or a chain that computes sums, which is launched.
         dtype: The dtype.
     """
@@ -57,7 +57,7 @@ class Residual:
     exchange: Exchange | None = None
 
     def add(self, outputs: Outputs, scale: float = 1.0) -> "Residual":
-        """Adds `scale` times outputs, which are [tokens, hidden], sums [shares, tokens, hidden], a summand, or a chain."""
+        """Adds `scale` times outputs, which are [tokens, hidden], sums [splits, tokens, hidden], a summand, or a chain."""
         is_continued = isinstance(outputs, Chain) and outputs is self.value
         return self.after(self.value if is_continued else self.settled(), outputs, scale)
 

@@ -98,7 +98,7 @@ class AdaptedMLP(nnx.Module):
         self.up = Linear(rank, (intermediate_size, intermediate_size), dtype, rngs)
 
     def __call__(self, x: jax.Array) -> Outputs:
-        """Takes [tokens, hidden] to sums [shares, tokens, hidden]: see `Linear.sums`."""
+        """Takes [tokens, hidden] to sums [splits, tokens, hidden]: see `Linear.sums`."""
         gate, up = (a + b for a, b in zip(self.shared.gate_up_proj(x), self.up(self.down(x)), strict=True))
         return self.shared.down_proj.sums(jax.nn.gelu(gate, approximate=False) * up)
 

@@ -81,7 +81,7 @@ class FeedForward(GatedMLP):
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def __call__(self, x: jax.Array) -> Outputs:
-        """Takes [tokens, hidden] to float32 sums [shares, tokens, hidden], without the factor b: see `Linear.sums`."""
+        """Takes [tokens, hidden] to float32 sums [splits, tokens, hidden], without the factor b: see `Linear.sums`."""
         gate, up = self.gate_up_proj(x)
         return self.down_proj.sums(jax.nn.silu(gate * self.gate_multiplier) * up)
 

@@ -91,7 +91,7 @@ class MoE(MixtureOfExperts):
 
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        return self.experts.routed_sums(x, self.router.shares(x, run), self.routing, valid=valid, run=run)
+        return self.experts.routed_sums(x, self.router.partial_sums(x, run), self.routing, valid=valid, run=run)
 
 
 class Layer(PreNormLayer):

@@ -100,7 +100,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(size, hidden_size, dtype, rngs, bias=bias)
 
     def __call__(self, x: jax.Array) -> Outputs:
-        """Takes [tokens, hidden] to float32 sums [shares, tokens, hidden]: see `Linear.sums`."""
+        """Takes [tokens, hidden] to float32 sums [splits, tokens, hidden]: see `Linear.sums`."""
         return self.down_proj.sums(relu2(self.up_proj(x)))
 
     def split(self, cut: Cut) -> None:
