@@ -20,7 +20,8 @@ API = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md"))
 
 # Modules that hold no names for users: the programs, and the insides of the ops.
 INTERNAL = re.compile(
-    r".*\.(__main__|_\w+|cli(\.\w+)?|cases|xla|api|pallas_triton\w*|\w*sm90|weights|decays|(prefill|hopper)(\.\w+)?)$"
+    r".*\.(__main__|_\w+|cli(\.\w+)?|cases|xla|api|pallas_triton\w*|\w*sm90|weights|coefficients|decays|"
+    r"(prefill|hopper)(\.\w+)?)$"
 )
 
 
