@@ -6,7 +6,7 @@ JAX (0.11.2 or newer is needed), so only this package may import them.
 A kernel is written on two levels. On the first one a function runs once per warpgroup, 128 threads, on arrays that the
 hold together, with names of Pallas (`lowering.py`, `barriers.py`, `tiles.py`): copies between GMEM and SMEM, mbarriers,
 products of tiles [64 n, 8 m] on tensor cores, and `jax.numpy` for everything elementwise. On the second one, in `inline`, a
-function describes what a single thread does with its registers. Its operands are
+function is the code of a single thread on its registers. Its operands are
 
     (ref, tiling or ())       seen as a `Memory`: memory[i, j] loads an element, memory[i, j] = x stores one
     an array in registers     seen as the list of this thread's registers of it

@@ -17,7 +17,7 @@ WARPGROUP = "warpgroup"  # the axis of a kernel with several warpgroups
 Barrier = plgpu.Barrier  # an mbarrier in SMEM, at which copies and warpgroups arrive
 barrier_wait = plgpu.barrier_wait
 barrier_arrive = plgpu.barrier_arrive
-warpgroup_barrier = mosaic.warpgroup_barrier  # of single threads' code
+warpgroup_barrier = mosaic.warpgroup_barrier  # for code of single threads
 
 
 def warp_barrier() -> None:

@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels._warpgroup import pack_of_spread
 
-plgpu: Any = mosaic_gpu  # what it has depends on JAX's version, so types are not checked
+plgpu: Any = mosaic_gpu  # its names depend on JAX's version, so types are not checked
 
 
 def spread(length: int) -> Any:

@@ -28,7 +28,7 @@ loop = pl.loop
 # three warpgroups and 512 for four: a warpgroup that asks for more waits until others have given up as many.
 set_max_registers = plgpu.set_max_registers
 axis_index = lax.axis_index
-optimization_barrier = lax.optimization_barrier  # its arguments are computed before what follows
+optimization_barrier = lax.optimization_barrier  # its arguments are computed before later operations
 
 
 def fast_math() -> Any:

@@ -18,7 +18,7 @@ from pallas_kernels import hopper as hp
 from pallas_kernels._warpgroup import THREADS, pack_of_spread
 from pallas_kernels.hopper.control import assembly
 
-WARPS = 4  # of a warpgroup
+WARPS = 4  # warps of a warpgroup
 _OUTSTANDING = 64  # values that a thread loads before it checks the first one
 
 

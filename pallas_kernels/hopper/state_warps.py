@@ -131,14 +131,14 @@ class Warp:
         self.kind = pool.dtype
         self._batch_rows, self._window = write_blocks.shape
         self.columns = _LOAD_BYTES // self.kind.itemsize
-        self._lanes = self._row_length // self.columns  # of a state row
+        self._lanes = self._row_length // self.columns  # lanes of a state row
         self._rows_of_load = LANES // self._lanes
         self._loads = state_rows // self._rows_of_load
         self._passes_cache = _passes_cache(self._window, self._rows_of_head, self.kind.itemsize)
         self._lane, warp = hp.lane_and_warp(hp.thread_index())
         self.column = (self._lane & (self._lanes - 1)) * self.columns
         first = indices.tile * (_WARPS * state_rows) + warp * state_rows
-        self._first_row = first + self._lane // self._lanes  # of the first load
+        self._first_row = first + self._lane // self._lanes  # the lane's row in its first load
         self.own_row = self._first_row + self._own_load() * self._rows_of_load
 
     def run(self, recurrence: Recurrence) -> None:

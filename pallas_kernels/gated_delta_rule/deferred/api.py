@@ -37,7 +37,7 @@ def gated_delta_rule_deferred(
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool, DeltaRuleEntries]:
     """Run the gated delta rule over decode and verify rows, and write a state only where a group of tokens ends.
 
-    It computes what `gated_delta_rule_update` computes, which has the equations, with a decay per head. Instead of a
+    It computes the recurrence of `gated_delta_rule_update`, which has the equations, with a decay per head. Instead of a
     state after each token it keeps an entry for each token in a ring. Positions are cut into groups of L = ring_slots
     // 2 tokens, at the multiples of L. With the raw key k, its factor n = 1 / sqrt(sum(k^2) + 1e-6) and the correction c
     = beta * (v - S (n k)), an entry is (k, u, g) where u = n c::
@@ -60,12 +60,11 @@ def gated_delta_rule_deferred(
     without tokens take no part.
 
     Numerics: sums are float32. A state is rounded to the pool's dtype by a fold, and u to the ring's dtype before it is
-    used. Every sum over a group has the order of the group's positions. So a state at a multiple of L and the output of an
-    accepted token depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how
-    many came with a call, what other rows are, or which drafts were rejected, as long as those are finite. The kernels
-    multiply on tensor cores, bfloat16 values as they are and float32 values in bfloat16 terms: three for a float32
-    pool (a relative error of 2^-24), two otherwise, or as many as the configuration of "triton" says. No exponent of a decay
-    is positive.
+    used. Every sum over a group has the order of the group's positions. So a state at a multiple of L and the output of
+    an accepted token depend, to the bit, on the state from which the row started and on the accepted tokens, and not on
+    how many came with a call, the other rows, or rejected drafts, as long as these are finite. The kernels multiply on
+    tensor cores, bfloat16 values as they are and float32 values in bfloat16 terms: three for a float32 pool (a relative
+    error of 2^-24), two otherwise, or as many as the configuration of "triton" says. No exponent of a decay is positive.
 
     Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), for the sum over entries; ReplaySSM of the
     Dao lab for a cache of entries instead of states.

@@ -32,7 +32,7 @@ def gated_delta_rule_deferred(
     length = ring_slots // 2
     repeats = value_heads // key_heads
     key_channels = key_heads * key_dim
-    index = jnp.arange(length, dtype=jnp.int32)  # of a token in its group
+    index = jnp.arange(length, dtype=jnp.int32)  # a token's index in its group
 
     def per_value_head(x):
         return jnp.repeat(x, repeats, axis=0)

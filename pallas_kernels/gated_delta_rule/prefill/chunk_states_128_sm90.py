@@ -23,7 +23,7 @@ from pallas_kernels.gated_delta_rule.prefill.head_sm90 import Head, load_values,
 from pallas_kernels.gated_delta_rule.prefill.work_queue_sm90 import Work, store_entry, take
 from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 
-TILES = 2  # of value dims per CTA
+TILES = 2  # tiles of value dims per CTA
 _STAGES = 2  # chunks whose operands are in SMEM
 
 
@@ -181,7 +181,7 @@ def chunk_states(
             # The next initial state is in the SMEM that this state is stored to.
             following, next_state = see()
             chunks = before + head.count
-            hp.wait_smem_to_gmem(0, wait_read_only=True)  # of the last chunk's outputs
+            hp.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's outputs
             hp.when(head.count > 0)(lambda: hp.barrier_arrive(refs.values_free.at[stage_of(chunks - 1)]))
             head.row.store_last(found.write, state, lambda block, state: store_state(head, block, state, values))
             return following, next_state, chunks

@@ -17,7 +17,7 @@ from pallas_kernels.blocks import StateLayout
 from pallas_kernels.gated_delta_rule.prefill.head_sm90 import Head, load_values
 from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
 
-WARPGROUPS = 3  # of a CTA
+WARPGROUPS = 3  # warpgroups of a CTA
 _QUERY_STAGES = 2  # chunks whose queries are in SMEM
 
 

@@ -106,7 +106,7 @@ def prefill(
         *arrays, memory, products_barriers, carrying_barriers, made = arrays
         of_products, *of_variants = split_by_variant(memory, described)
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-        counters = hp.semaphores(num_chunks * key_heads + 1)  # of items, and of the work queue
+        counters = hp.semaphores(num_chunks * key_heads + 1)  # one per item, and the work queue's
         cta, warpgroup = hp.axis_index("cta"), hp.axis_index(hp.WARPGROUP)
         is_first = len(plans) == 1 or selects_first(refs.query_start_loc, rows, first_plan.work.of_row)
         of_plan = lambda one, other: one if len(plans) == 1 else jnp.where(is_first, one, other)

@@ -33,7 +33,7 @@ def selective_state_deferred(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Pool, Mamba2Entries]:
     """Run Mamba-2's recurrence over decode and verify rows, and write a state only where a group of tokens ends.
 
-    It computes what `selective_state_update` computes, which has the equations. Instead of a state after each token it
+    It computes the recurrence of `selective_state_update`, which has the equations. Instead of a state after each token it
     keeps an entry for each token in a ring. Positions are cut into groups of L = ring_slots // 2 tokens, at the multiples
     of L. An entry is (x, B, dt, g), where dt is the step size after bias and softplus, and g = A dt. For one head::
 
@@ -58,9 +58,9 @@ def selective_state_deferred(
     Numerics: sums are float32. Entries are exact, and a state is rounded to the pool's dtype by a fold. Every sum over a
     group has the order of the group's positions. So a state at a multiple of L and the output of an accepted token
     depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how many came with
-    a call, what other rows are, or which drafts were rejected, as long as those are finite. The kernels multiply on
-    tensor cores, bfloat16 values as they are and float32 values in bfloat16 terms: three for a float32 pool (a relative
-    error of 2^-24), two otherwise, or as many as the configuration of "triton" says.
+    a call, the other rows, or rejected drafts, as long as these are finite. The kernels multiply on tensor cores,
+    bfloat16 values as they are and float32 values in bfloat16 terms: three for a float32 pool (a relative error of
+    2^-24), two otherwise, or as many as the configuration of "triton" says.
 
     Sources: Dao, Gu, "Transformers are SSMs" (2024), for the sum over entries; ReplaySSM of the Dao lab for a cache of
     entries instead of states.

@@ -26,7 +26,7 @@ def selective_state_deferred(
     groups, ring_slots = ring.B.shape[2:4]
     length = ring_slots // 2
     inner, of_groups = heads * head_dim, groups * state_dim
-    index = jnp.arange(length, dtype=jnp.int32)  # of a token in its group
+    index = jnp.arange(length, dtype=jnp.int32)  # a token's index in its group
     A = A.astype(jnp.float32)
 
     def per_head(x):
