@@ -33,8 +33,8 @@ class Recurrence(NamedTuple):
 def grid(out: jax.ShapeDtypeStruct, batch_rows: int, block: int) -> tuple[int, int, int]:
     """Return the grid of a kernel over `advance_rows` whose outputs are [tokens, heads, state rows]."""
     tokens, heads, state_rows = out.shape
-    # The grid places the programs of one batch row next to each other. Padding tokens after the last row also get
-    # programs, which write zeros.
+    # Programs of one batch row are neighbours in the grid. Padding tokens after the last row also get programs, which write
+    # zeros.
     return -(-state_rows // block), heads, max(tokens, batch_rows)
 
 

@@ -267,7 +267,7 @@ def slot_elements(phases: Sequence[Phase]) -> int:
 
 
 def vector_elements(phases: Sequence[Phase]) -> int:
-    """Return the most inputs that a CTA stores to SMEM for its warps: all channels after a norm, else those of its split."""
+    """Return the most inputs that a CTA stores to SMEM for its warps: all channels after a norm, else its split's."""
     return max(phase.vector if phase.norm is None else phase.inputs for phase in phases)
 
 
