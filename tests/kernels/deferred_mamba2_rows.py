@@ -45,14 +45,14 @@ class Kind:
         return Sequences(rng, self, lengths)
 
     def rings(self, slots=SLOTS):
-        """NaN in every place of every ring."""
-        dims, places = DIMS[self.dims], 2 * self.length
+        """NaN in every slot of every ring."""
+        dims, ring_slots = DIMS[self.dims], 2 * self.length
         full = lambda dtype, *shape: np.array(jnp.full((LAYERS, slots, *shape), jnp.nan, dtype))
         return [
-            full(self.dtype, dims.heads, places, dims.head_dim),
-            full(self.dtype, dims.groups, places, dims.state_dim),
-            full("float32", dims.heads, places),
-            full("float32", dims.heads, places),
+            full(self.dtype, dims.heads, ring_slots, dims.head_dim),
+            full(self.dtype, dims.groups, ring_slots, dims.state_dim),
+            full("float32", dims.heads, ring_slots),
+            full("float32", dims.heads, ring_slots),
         ]
 
 

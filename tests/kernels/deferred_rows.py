@@ -64,7 +64,7 @@ class Kind:
         return Sequences(rng, self, lengths)
 
     def rings(self, slots=SLOTS):
-        """NaN in every place of every ring."""
+        """NaN in every slot of every ring."""
         return dirty_rings(self, slots)
 
 
@@ -116,13 +116,13 @@ class Sequences:
 
 
 def dirty_rings(kind, slots=SLOTS):
-    """NaN in every place of every ring."""
-    dims, places = DIMS[kind.dims], 2 * kind.length
+    """NaN in every slot of every ring."""
+    dims, ring_slots = DIMS[kind.dims], 2 * kind.length
     full = lambda dtype, *shape: np.array(jnp.full((LAYERS, slots, *shape), jnp.nan, dtype))
     return [
-        full(kind.dtype, dims.key_heads, places, dims.key_dim),
-        full(kind.ring, dims.value_heads, places, dims.value_dim),
-        full("float32", dims.value_heads, places),
+        full(kind.dtype, dims.key_heads, ring_slots, dims.key_dim),
+        full(kind.ring, dims.value_heads, ring_slots, dims.value_dim),
+        full("float32", dims.value_heads, ring_slots),
     ]
 
 
