@@ -20,7 +20,7 @@ from mamba_align_jax.engine.device import runner
 from mamba_align_jax.engine.scheduling import buckets
 from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.load import client
-from mamba_align_jax.load.client import Served, serve
+from mamba_align_jax.load.client import Run, Served, serve
 from mamba_align_jax.load.metrics import attainable, summary
 from mamba_align_jax.load.modes import COMPARED_MODES
 from mamba_align_jax.load.workloads import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition
@@ -182,6 +182,28 @@ def test_latencies_include_the_time_that_a_request_waits_for_the_engine(clock):
     # A request that is due during a step is sent after the step. Its waiting time counts from when it was due.
     (first, second), due = serve(FakeEngine(2, clock), REPETITION.sessions(100, 0)[:2], 4, At(1.0, 1.5)).requests, 1.5
     assert (first.arrival, first.ttft, second.arrival, second.ttft) == (1.0, 2.0, due, 3.0 + 2.0 - due)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: PrefixRepetition(prompts=0), "PrefixRepetition: prompts"),
+        (lambda: PrefixRepetition(prefix=0, suffix=0), "PrefixRepetition: suffix"),
+        (lambda: MultiTurn(turns=1.5), "MultiTurn: turns"),
+        (lambda: ClosedLoop(0), "ClosedLoop: concurrency"),
+        (lambda: OpenLoop(0.0), "OpenLoop: rate"),
+        (lambda: OpenLoop("1"), "OpenLoop: rate"),
+        (lambda: OpenLoop(1.0, -1), "OpenLoop: seed"),
+        (lambda: TALKS.sessions(0, 0), "vocab"),
+        (lambda: TALKS.sessions(9, -1), "seed"),
+        (lambda: summary(Run([], 1.0, []), 8), "run"),
+        (lambda: summary(Run([Served((1,) * 9, (2,), 0, 0.0, 0.0, (1.0,))], 1.0, []), 0), "block_size"),
+    ],
+    ids=range(11),
+)
+def test_a_bad_load_is_refused_by_name(make, name):
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        make()
 
 
 def test_an_open_loop_begins_sessions_at_its_rate():
