@@ -189,7 +189,7 @@ def mark(items):
             cases, key=lambda item: tuple(item.callspec.indices.values()) if hasattr(item, "callspec") else ()
         )
         for pattern, keep in RULES:
-            if fnmatch.fnmatchcase(test, pattern) and (keep is nothing or hasattr(kept[0], "callspec")):
+            if kept and fnmatch.fnmatchcase(test, pattern) and (keep is nothing or hasattr(kept[0], "callspec")):
                 kept = keep(kept)
         for case in cases:
             if case not in kept:

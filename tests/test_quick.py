@@ -62,6 +62,22 @@ def test_cases_of_some_values_are_kept_if_there_are_any():
     assert quick.nothing(cases()) == []
 
 
+def test_rules_follow_one_that_leaves_a_test_out(monkeypatch):
+    class Item(Case):
+        path, originalname, name, marked = TESTS / "a/test_a.py", "test_a", "test_a", False
+        get_closest_marker = lambda self, name: None
+
+        def add_marker(self, marker):
+            self.marked = True
+
+    items = [Item(op=op, size=size) for op, size in itertools.product("ab", (1, 2))]
+    monkeypatch.setattr(quick, "RULES", (("a/test_a.py::test_a", quick.nothing), ("a/*", quick.once)))
+    for item in items:
+        item.indices = dict.fromkeys(item.params, 0)
+    quick.mark(items)
+    assert all(item.marked for item in items)
+
+
 def test_every_rule_is_for_a_test():
     names = [
         f"{path.relative_to(TESTS).as_posix()}::{name}"
