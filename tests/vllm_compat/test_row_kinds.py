@@ -134,6 +134,6 @@ def test_prefill_offsets_count_from_the_first_prefill_token():
     assert int(split.first_prefill_token) == 4
     np.testing.assert_array_equal(split.decode.num_computed_tokens, [5, 6, 0])
     np.testing.assert_array_equal(split.prefill.num_computed_tokens, [3, 0, 0])  # slot 1 has no tokens
-    for name in ("recurrent_read", "conv_read", "write"):
-        halves = [getattr(rows, name) for rows in (split.decode, split.prefill)]
+    for name, of_rows in (("recurrent_read", "read"), ("conv_read", "window_read"), ("write", "write")):
+        halves = [getattr(rows, of_rows) for rows in (split.decode, split.prefill)]
         np.testing.assert_array_equal(jnp.concatenate(halves, axis=1), getattr(indices, name))
