@@ -13,6 +13,12 @@ Implementation = Literal["xla", "triton", "mosaic_gpu"]
 _LOG = logging.getLogger(__name__)
 
 
+def _check_implementation(argument: str, value: Any) -> None:
+    """Raise ValueError, in the name of an argument, unless `value` is the name of an implementation or None."""
+    if value not in (*get_args(Implementation), None):
+        raise ValueError(f"{argument} must be 'xla', 'triton', 'mosaic_gpu' or None, got {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """How an op runs. The default is the fastest implementation that can run the arguments.
@@ -35,9 +41,7 @@ class Run:
         Raises:
             ValueError: The configuration is of another class, or a field has another value than documented.
         """
-        if self.implementation not in (*get_args(Implementation), None):
-            names = "'xla', 'triton', 'mosaic_gpu' or None"
-            raise ValueError(f"{op}: run.implementation must be {names}, got {self.implementation!r}")
+        _check_implementation(f"{op}: run.implementation", self.implementation)
         if not isinstance(self.interpret, bool):
             raise ValueError(f"{op}: run.interpret must be bool, got {self.interpret!r}")
         if self.config is not None and not (config and isinstance(self.config, config)):
@@ -101,8 +105,7 @@ def dispatch(
             when the call is differentiated, unless `implementation` is "xla": JAX would differentiate the kernels too.
         ValueError: if `implementation` is not a known name.
     """
-    if implementation not in ("xla", "triton", "mosaic_gpu", None):
-        raise ValueError(f"implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got {implementation!r}")
+    _check_implementation("implementation", implementation)
     reason = {"triton": unsupported, "mosaic_gpu": mosaic_gpu}.get(implementation or "xla")
     if isinstance(reason, str):
         raise UnsupportedError(f"{op}: implementation={implementation!r} cannot run these arguments: {reason}")
