@@ -61,7 +61,7 @@ class Bench:
     inexact: str
     wide: tuple[str, str]
     op: Callable[..., Any]
-    entries: type
+    entries: type[Any]
     inputs: tuple[jax.Array, ...]
     parameters: dict[str, jax.Array]
 
@@ -127,10 +127,10 @@ class Bench:
             fold=Fold(slot=slot, base=base, block=block),
             max_query_tokens=max(self.case.lengths),
         )
-        ring = self.entries(**{name.removeprefix("ring_"): arrays[name] for name in self.rings})
+        ring = self.entries.of(arrays)
         given = dict(pool=arrays["pool"], ring=ring, rows=rows, run=Run(**options))
         out, pool, ring = type(self).op(*self.inputs, **self.parameters, **given)
-        return out, dict(pool=pool) | {name: getattr(ring, name.removeprefix("ring_")) for name in self.rings}
+        return out, dict(pool=pool) | ring.by_name
 
     @functools.cached_property
     def sample(self) -> tuple[int, list[int]]:

@@ -232,11 +232,11 @@ def make_step(case: Case, implementation: Implementation | None) -> Any:
             if here.fold is None:
                 out, recurrent = gated_delta_rule_update(qkv, **gates, pool=recurrent, rows=here, run=run)
             else:
-                entries = DeltaRuleEntries(k=ring[0], u=ring[1], g=ring[2])
+                entries = DeltaRuleEntries(*ring)
                 out, recurrent, entries = gated_delta_rule_deferred(
                     qkv, **gates, pool=recurrent, ring=entries, rows=here, run=run
                 )
-                ring = entries.k, entries.u, entries.g
+                ring = entries.arrays
             # In a model the next layer waits for these outputs.
             conv, recurrent, ring, out = jax.lax.optimization_barrier((conv, recurrent, ring, out))
         pool = pool.with_group(0, (conv, recurrent, *ring))

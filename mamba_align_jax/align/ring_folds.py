@@ -53,10 +53,10 @@ def _fold_delta_rule(ring: DeltaRuleRing, rows: Rows, run: Run, layer: jax.Array
     heads = ring.value_heads
     qkv = jnp.zeros((0, 2 * ring.key_heads * ring.key_dim + heads * ring.value_dim), ring.dtype)
     gate, per_head = jnp.zeros((0, heads), ring.dtype), jnp.zeros(heads, jnp.float32)
-    states, k, u, g = arrays
-    operands = qkv, gate, gate, per_head, per_head, states, DeltaRuleEntries(k=k, u=u, g=g)
+    states, *entries = arrays
+    operands = qkv, gate, gate, per_head, per_head, states, DeltaRuleEntries(*entries)
     _, states, entries = gated_delta_rule_deferred(*operands, replace(rows, layer=jnp.int32(layer)), run=run)
-    return states, entries.k, entries.u, entries.g
+    return states, *entries.arrays
 
 
 def _fold_mamba2(ring: Mamba2Ring, rows: Rows, run: Run, layer: jax.Array, arrays: Arrays) -> Arrays:
@@ -65,7 +65,7 @@ def _fold_mamba2(ring: Mamba2Ring, rows: Rows, run: Run, layer: jax.Array, array
     states, *entries = arrays
     operands = xBC, dt, A, states, Mamba2Entries(*entries), replace(rows, layer=jnp.int32(layer))
     _, states, entries = selective_state_deferred(*operands, run=run)
-    return states, *jax.tree.leaves(entries)
+    return states, *entries.arrays
 
 
 _FOLDS: dict[type, Callable[..., Arrays]] = {DeltaRuleRing: _fold_delta_rule, Mamba2Ring: _fold_mamba2}

@@ -102,11 +102,11 @@ def convolved_delta_rule(
         if not is_convolved:
             qkv, conv = causal_conv1d_update(qkv, conv, conv_weight, None, rows, layout=window_layout, run=at.run)
         if rows.fold is not None:
-            entries = DeltaRuleEntries(k=ring[0], u=ring[1], g=ring[2])
+            entries = DeltaRuleEntries(*ring)
             out, recurrent, entries = gated_delta_rule_deferred(
                 qkv, a, b, A_log, dt_bias, recurrent, entries, rows, gates=gates, run=at.run
             )
-            return out, conv, recurrent, entries.k, entries.u, entries.g
+            return out, conv, recurrent, *entries.arrays
         out, recurrent = gated_delta_rule_update(
             qkv, a, b, A_log, dt_bias, recurrent, rows, gates=gates, layout=state_layout, run=at.run
         )

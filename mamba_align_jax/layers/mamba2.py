@@ -114,7 +114,7 @@ class Mamba2Mixer(nnx.Module):
                 xBC, conv = self.conv1d.decode(at, rows, xBC, conv)
                 entries = Mamba2Entries(*ring)
                 out, recurrent, entries = selective_state_deferred(xBC, dt, A, recurrent, entries, rows, **same)
-                return out, conv, recurrent, *jax.tree.leaves(entries)
+                return out, conv, recurrent, *entries.arrays
             (x, B, C), conv = self.conv1d.decode(at, rows, xBC, conv, parts=parts)
             out, recurrent = selective_state_update(*operands(x, B, C, dt), recurrent, rows, **same)
             return out, conv, recurrent, *ring

@@ -177,7 +177,7 @@ def _advance_row(
     at, mask = tile_of(refs.read_block[row])
     carry = load_dt(0), pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
     chunk, count = jnp.int32(0), chunks_up_to(end - start)
-    if refs.checkpoint_offset is not None and refs.checkpoint_offset.shape[1]:
+    if refs.checkpoint_offset is not None:
 
         def segment(n, carry):
             chunk, carry = carry

@@ -81,11 +81,11 @@ def make_step(spec, num_decode_rows, implementation):
         (taps, A_log, dt_bias), rows = weights(x.dtype), rows.of_group(0, layer)
         qkv, conv = causal_conv1d_update(x, conv, taps, None, rows, layout=windows, run=run)
         if rows.fold is not None:
-            entries = DeltaRuleEntries(k=ring[0], u=ring[1], g=ring[2])
+            entries = DeltaRuleEntries(*ring)
             out, recurrent, entries = gated_delta_rule_deferred(
                 qkv, gate, gate, A_log, dt_bias, recurrent, entries, rows, run=run
             )
-            return out, conv, recurrent, entries.k, entries.u, entries.g
+            return out, conv, recurrent, *entries.arrays
         out, recurrent = gated_delta_rule_update(
             qkv, gate, gate, A_log, dt_bias, recurrent, rows, layout=states, run=run
         )

@@ -112,7 +112,7 @@ class Sequences:
             return deferred_by_hand.gated_delta_rule_deferred(*operands, **options, scale=self.scale)
         named = dict(zip(ARGUMENTS, operands, strict=True))
         out, pool, ring = grouped.call(gated_delta_rule_deferred, **named, **how(implementation), **options)
-        return out, pool, ring.k, ring.u, ring.g
+        return out, pool, *ring.arrays
 
 
 def dirty_rings(kind, slots=SLOTS):

@@ -188,7 +188,7 @@ def lower_gated_delta_rule_deferred(device, case, layers=30, blocks=512, impleme
     how = Run(implementation=implementation, config=config)
 
     def run(pools, inputs, rows):
-        entries = DeltaRuleEntries(**{name.removeprefix("ring_"): x for name, x in pools.items() if name != "pool"})
+        entries = DeltaRuleEntries.of(pools)
         return gated_delta_rule_deferred(*inputs, pools["pool"], entries, rows, run=how)
 
     return lower(device, run, pools, inputs, here)

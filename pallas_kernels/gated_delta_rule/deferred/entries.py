@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels._check import Arguments
+from pallas_kernels._ring_entries import RingEntries
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class DeltaRuleEntries(Arguments):
+@dataclass(frozen=True)
+class DeltaRuleEntries(RingEntries):
     """The rings of all layers and slots. They are updated in place if the enclosing jit donates them, and copied otherwise.
 
     A ring slot without an entry of its row is undefined.

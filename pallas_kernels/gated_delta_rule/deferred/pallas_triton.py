@@ -305,9 +305,8 @@ def gated_delta_rule_deferred(
         grid=grid,
         inputs=inputs,
         outputs=outputs,
-        updates=dict(pool=pool, ring_k=ring.k, ring_u=ring.u, ring_g=ring.g),
+        updates=dict(pool=pool) | ring.by_name,
         num_warps=config.num_warps,
         interpret=run.interpret,
     )
-    entries = DeltaRuleEntries(k=results["ring_k"], u=results["ring_u"], g=results["ring_g"])
-    return results["out"], results["pool"], entries
+    return results["out"], results["pool"], DeltaRuleEntries.of(results)

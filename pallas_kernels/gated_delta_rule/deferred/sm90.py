@@ -276,7 +276,7 @@ def gated_delta_rule_deferred(
     """Launch the kernel. See api.py."""
     value_heads, value_dim, key_dim = pool.shape[2:]
     vectors, group_slots = sizes(rows.max_query_tokens, ring.k.shape[3] // 2)
-    updated = [jax.new_ref(x) for x in (pool, ring.k, ring.u, ring.g)]
+    updated = [jax.new_ref(x) for x in (pool, *ring.arrays)]
     count, tile = 3 if pool.dtype == jnp.float32 else 2, hp.SWIZZLE // pool.dtype.itemsize
     options = dict(max_query_tokens=rows.max_query_tokens, count=count)
     out = hp.kernel(
@@ -314,5 +314,5 @@ def gated_delta_rule_deferred(
         dt_bias,
         *updated,
     )
-    pool, k, u, g = (jax.freeze(each) for each in updated)
-    return out, pool, DeltaRuleEntries(k=k, u=u, g=g)
+    pool, *entries = (jax.freeze(each) for each in updated)
+    return out, pool, DeltaRuleEntries(*entries)
