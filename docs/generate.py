@@ -86,7 +86,7 @@ _COSTS = (
 
 
 def _costs() -> str:
-    """Returns a table of the newest time of one call of each op."""
+    """Returns a table with a row for each op: its call, its newest time in the results, and the GPU."""
     lines = ["| call | time | GPU |", "|---|---|---|"]
     for what, file, wanted in _COSTS:
         row = _newest(file, **wanted)

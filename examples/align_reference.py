@@ -27,7 +27,7 @@ class Config:
 
 @dataclass
 class Request:
-    """A request between steps. `computed` tokens have states; `table` has the block of each column.
+    """A request between two steps: `computed` tokens have states, and `table` maps a column to its block.
 
     After a step, the recurrent state is in column `running + accepted - 1`, because each draft has a column of its own. The
     window is in column `running` from row `accepted - 1` on, because one block has a row for each of the step's inputs.

@@ -42,7 +42,7 @@ class KVPageManager:
         self._requests: dict[Hashable, _PageHolder] = {}
 
     def report_to(self, log: CacheLog) -> None:
-        """Tells a log of each page from now on, before it is published and after it is lost. Call it once."""
+        """Reports each page to `log`, before the page is published and after it is lost. Call it once."""
         self._log = log
         self.pool.watch(lambda key, _: log.remove_page(key))
 

@@ -71,7 +71,7 @@ class StateBlockManager:
         self._log: CacheLog | None = None
 
     def report_to(self, log: CacheLog) -> None:
-        """Tells a log of each state from now on, before it is published and after it is lost. Call it once."""
+        """Reports each state to `log`, before the state is published and after it is lost. Call it once."""
         self._log = log
         self.pool.watch(lambda key, _: log.remove_state(key))
 
