@@ -53,7 +53,7 @@ class Bookkeeping:
         return f"bookkeeping {self.policy} K{self.drafts} {self.layers} layers"
 
     @property
-    def spec(self) -> AlignConfig:
+    def align(self) -> AlignConfig:
         """The configuration. The time should not depend on its number of layers."""
         states, ring = (ConvState(4, 8192), RecurrentState((32, 128, 128))), DeltaRuleRing(16, 128, 32, 128)
         groups = tuple(GroupSpec(f"group {number}", self.layers, states, ring) for number in range(self.groups))
@@ -65,9 +65,9 @@ class Bookkeeping:
         They are (state, batch, tables) -> (state, indices) and (state, batch, indices, num_sampled, tables) ->
         (state, plan).
         """
-        spec = self.spec
-        begin = jax.jit(lambda *arguments: begin_step(spec, *arguments), donate_argnums=0)
-        return begin, jax.jit(lambda *arguments: plan_finish(spec, *arguments), donate_argnums=0)
+        align = self.align
+        begin = jax.jit(lambda *arguments: begin_step(align, *arguments), donate_argnums=0)
+        return begin, jax.jit(lambda *arguments: plan_finish(align, *arguments), donate_argnums=0)
 
     def arguments(self) -> tuple[AlignState, StepBatch, BlockTables]:
         """Makes the first program's arguments, with rows at random places in their slots and blocks."""
@@ -76,12 +76,12 @@ class Bookkeeping:
         state = AlignState(
             num_computed_tokens=computed,
             num_accepted_tokens=jnp.ones(n, jnp.int32),
-            running_column=column_of(computed, self.spec.state_block_size),
-            state_pos=jnp.maximum(computed - 1, 0) // 16 * 16 if self.spec.is_deferred else None,
+            running_column=column_of(computed, self.align.state_block_size),
+            state_pos=jnp.maximum(computed - 1, 0) // 16 * 16 if self.align.is_deferred else None,
         )
         slots, locations = rng.permutation(n).tolist(), (np.arange(n + 1) * window).tolist()
-        batch = StepBatch.from_host(self.spec, n, slots, locations, [self.drafts] * n)
-        blocks = rng.integers(1, 2**20, (self.groups, n, self.spec.num_columns))
+        batch = StepBatch.from_host(self.align, n, slots, locations, [self.drafts] * n)
+        blocks = rng.integers(1, 2**20, (self.groups, n, self.align.num_columns))
         return state, batch, BlockTables(blocks=jnp.asarray(blocks, jnp.int32))
 
     def measure(self) -> Row:

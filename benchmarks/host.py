@@ -36,7 +36,7 @@ _PREFIX, _REST = 4096, 128
 # Requests that run while others are admitted.
 _ROWS = 16
 _ANSWER = SamplingParams(max_tokens=3900, ignore_eos=True)
-_STATIC = ("graph", "spec", "drafter", "num_decode_rows", "layout")
+_STATIC = ("graph", "align", "drafter", "num_decode_rows", "layout")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("device_state",))
@@ -44,14 +44,14 @@ def instant_step(
     params: Any, inputs: Packed, device_state: DeviceState, sampler: None, mailboxes: None, **static: Any
 ) -> tuple[Packed, DeviceState, None]:
     """Takes and returns what `run_step` does, but runs no model: every row that samples gets token 1."""
-    spec = static["spec"]
+    align = static["align"]
     counts = inputs.unpack().samples.astype(jnp.int32)
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
     result = StepResult(
-        tokens=jnp.ones((counts.shape[0], spec.window), jnp.int32),
+        tokens=jnp.ones((counts.shape[0], align.window), jnp.int32),
         counts=counts,
         drafts=zeros(counts.shape[0]),
-        copies=zeros((2, len(spec.groups))),
+        copies=zeros((2, len(align.groups))),
         null_reads=zeros(()),
     )
     return pack(result), device_state, sampler

@@ -28,11 +28,11 @@ def make_spec(model: str, policy: str, drafts: int, block_size: int) -> AlignCon
     return align_config(config, nnx.eval_shape(lambda: Model(MODELS[model], nnx.Rngs(0))))
 
 
-def mean_held(spec: AlignConfig, tokens: int = TOKENS, seed: int = 0) -> float:
+def mean_held(align: AlignConfig, tokens: int = TOKENS, seed: int = 0) -> float:
     """Returns the mean number of blocks that a decoding request holds after its step was dispatched."""
-    drafts, rng = spec.num_speculative_tokens, np.random.default_rng(seed)
-    fold_length = spec.fold_length if spec.is_deferred else None
-    manager = StateBlockManager(64, spec.block_size, drafts, fold_length=fold_length)
+    drafts, rng = align.num_speculative_tokens, np.random.default_rng(seed)
+    fold_length = align.fold_length if align.is_deferred else None
+    manager = StateBlockManager(64, align.block_size, drafts, fold_length=fold_length)
     manager.allocate("request", 0, 0, 1)
     manager.release("request")
     computed, held = 1, []
@@ -50,19 +50,19 @@ def measure(model: str, drafts: int, block_size: int) -> list[Row]:
     """Returns the rows of one model and number of drafts."""
     specs = {policy: make_spec(model, policy, drafts, block_size) for policy in POLICIES}
     ways = {
-        "reserved, synchronous": lambda spec: spec.blocks_per_request(0),
-        "reserved, asynchronous": lambda spec: spec.blocks_per_request(1),
+        "reserved, synchronous": lambda align: align.blocks_per_request(0),
+        "reserved, asynchronous": lambda align: align.blocks_per_request(1),
         "held": mean_held,
     }
     rows: list[Row] = []
     for way, blocks_of in ways.items():
-        for policy, spec in specs.items():
-            blocks = blocks_of(spec)
-            each = blocks * spec.bytes_per_block + spec.ring_bytes_per_slot
-            shared = spec.ring_bytes - spec.max_num_seqs * spec.ring_bytes_per_slot
+        for policy, align in specs.items():
+            blocks = blocks_of(align)
+            each = blocks * align.bytes_per_block + align.ring_bytes_per_slot
+            shared = align.ring_bytes - align.max_num_seqs * align.ring_bytes_per_slot
             row: Row = {"case": f"{model} K{drafts}, {way}, {policy}", "model": model, "drafts": drafts, "count": way}
             row |= {"policy": policy, "block_size": block_size, "blocks": blocks}
-            row |= {"block_bytes": spec.bytes_per_block, "ring_bytes": spec.ring_bytes_per_slot}
+            row |= {"block_bytes": align.bytes_per_block, "ring_bytes": align.ring_bytes_per_slot}
             rows.append(row | {"memory_bytes": MEMORY_BYTES, "requests_that_fit": int((MEMORY_BYTES - shared) // each)})
     return rows
 

@@ -66,10 +66,10 @@ CASES = (
 
 def ring_of(engine: Engine, case: Case, tokens_per_row: float) -> Ring | None:
     """Returns what the rows of an engine keep, or None unless its policy is "deferred"."""
-    spec = engine.spec
-    if not spec.is_deferred or case.kind == "prompt":
+    align = engine.align
+    if not align.is_deferred or case.kind == "prompt":
         return None
-    return Ring(spec.fold_length, case.rows * tokens_per_row, spec.ring_bytes_per_slot / (2 * spec.fold_length))
+    return Ring(align.fold_length, case.rows * tokens_per_row, align.ring_bytes_per_slot / (2 * align.fold_length))
 
 
 def prompts(config: Config, case: Case, seed: int = 0, fewer: int = 0) -> list[list[int]]:

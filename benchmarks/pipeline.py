@@ -89,21 +89,21 @@ class Case:
         return (2 * self.key_heads + self.value_heads) * self.dim
 
     @property
-    def spec(self) -> AlignConfig:
+    def align(self) -> AlignConfig:
         """The configuration, with enough slots for the steps to use states of five times the size of the L2."""
         state = RecurrentState((self.value_heads, self.dim, self.dim), self.state_dtype)
         ring = DeltaRuleRing(self.key_heads, self.dim, self.value_heads, self.dim, self.dtype)
         group = GroupSpec("gdn", self.layers, (ConvState(self.width, self.channels, self.dtype), state), ring)
         # A sequence has two blocks of tokens, one on each side of the boundary.
-        spec = AlignConfig((group,), self.block_size, self.drafts, self.rows, 2 * self.block_size)
-        sets = math.ceil(ROTATION_BYTES / (self.rows * spec.bytes_per_block))
+        align = AlignConfig((group,), self.block_size, self.drafts, self.rows, 2 * self.block_size)
+        sets = math.ceil(ROTATION_BYTES / (self.rows * align.bytes_per_block))
         how: dict[str, Any] = dict(mode="none") if self.policy == "none" else dict(policy=self.policy)
-        return dataclasses.replace(spec, max_num_seqs=sets * self.rows, **how)
+        return dataclasses.replace(align, max_num_seqs=sets * self.rows, **how)
 
     @property
     def pool_bytes(self) -> int:
         """The bytes of all slots' blocks."""
-        return self.spec.max_num_seqs * self.spec.num_columns * self.spec.bytes_per_block
+        return self.align.max_num_seqs * self.align.num_columns * self.align.bytes_per_block
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
@@ -136,12 +136,12 @@ class Buffers(NamedTuple):
 
 def make_buffers(case: Case) -> Buffers:
     """Makes the buffers. Every column of every slot has a block, and no block is all zeros."""
-    spec = case.spec
-    blocks = 1 + jnp.arange(spec.max_num_seqs * spec.num_columns, dtype=jnp.int32)
-    shapes = jax.eval_shape(lambda: StatePool.create(spec, 1 + blocks.size))
+    align = case.align
+    blocks = 1 + jnp.arange(align.max_num_seqs * align.num_columns, dtype=jnp.int32)
+    shapes = jax.eval_shape(lambda: StatePool.create(align, 1 + blocks.size))
     pool = jax.jit(lambda: jax.tree.map(lambda array: random_pool(array.shape, array.dtype), shapes))()
-    tables = BlockTables(blocks=blocks.reshape(1, spec.max_num_seqs, spec.num_columns))
-    return Buffers(pool, AlignState.create(spec), tables)
+    tables = BlockTables(blocks=blocks.reshape(1, align.max_num_seqs, align.num_columns))
+    return Buffers(pool, AlignState.create(align), tables)
 
 
 def make_tokens(case: Case) -> dict[str, jax.Array]:
@@ -156,32 +156,32 @@ def make_tokens(case: Case) -> dict[str, jax.Array]:
 
 def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
     """Makes the host's inputs of step number `step`. `crosses`, bool [rows], says which rows cross a boundary."""
-    spec, window = case.spec, 1 + case.drafts
-    slots = step * case.rows % spec.max_num_seqs + np.arange(case.rows)
+    align, window = case.align, 1 + case.drafts
+    slots = step * case.rows % align.max_num_seqs + np.arange(case.rows)
     # The running column of a crossing row changes, and the last column of its window gets a block. The first half of a
     # verify row's tokens lie before the boundary.
     computed = np.where(crosses, case.block_size - window // 2, case.block_size // 2).astype(np.int32)
     base = accepted = None
-    if spec.is_deferred:
+    if align.is_deferred:
         # A base is 1 to `fold_length` tokens before the row's position, but that of a crossing row is in the group before
         # the boundary, which the last step has crossed with all of its tokens.
-        L, size = spec.fold_length, case.block_size
+        L, size = align.fold_length, case.block_size
         passed = size - max(window // 2, 1) + window
         computed = np.where(crosses, passed, computed + window * (1 + slots) % L).astype(np.int32)
         base = jnp.asarray(np.where(crosses, size - L, (computed - 1) // L * L), jnp.int32)
         accepted = jnp.asarray(np.where(crosses, window, 1), jnp.int32)
-    entered = [] if spec.mode == "none" else slots[crosses].tolist()
-    last = spec.num_columns - 1
-    entry = lambda slot: (0, slot, last, 1 + slot * spec.num_columns + last)
+    entered = [] if align.mode == "none" else slots[crosses].tolist()
+    last = align.num_columns - 1
+    entry = lambda slot: (0, slot, last, 1 + slot * align.num_columns + last)
     lengths = np.arange(case.rows + 1) * window
     return Inputs(
-        updates=TableUpdates.from_host(spec, case.rows, list(map(entry, entered))),
+        updates=TableUpdates.from_host(align, case.rows, list(map(entry, entered))),
         additions=Additions(
             slot=jnp.asarray(slots, jnp.int32),
             num_computed_tokens=jnp.asarray(computed),
-            running_column=jnp.asarray(column_of(computed, spec.state_block_size)),
+            running_column=jnp.asarray(column_of(computed, align.state_block_size)),
         ),
-        batch=StepBatch.from_host(spec, case.rows, slots.tolist(), lengths.tolist(), [case.drafts] * case.rows),
+        batch=StepBatch.from_host(align, case.rows, slots.tolist(), lengths.tolist(), [case.drafts] * case.rows),
         num_sampled=jnp.full(case.rows, window, jnp.int32),
         base=base,
         accepted=accepted,
@@ -191,10 +191,10 @@ def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
 def make_cycle(case: Case, share: Fraction) -> list[Inputs]:
     """Makes the shortest cycle of steps that uses every slot and in which `share` of all rows cross, evenly spread."""
     steps = share.denominator // math.gcd(share.denominator, case.rows)
-    steps *= math.ceil(case.spec.max_num_seqs / (case.rows * steps))
+    steps *= math.ceil(case.align.max_num_seqs / (case.rows * steps))
     crossings = np.arange(steps * case.rows + 1) * share.numerator // share.denominator
     crosses = np.diff(crossings).astype(bool).reshape(steps, case.rows)
-    sets = case.spec.max_num_seqs // case.rows
+    sets = case.align.max_num_seqs // case.rows
     made: dict[tuple[int, bytes], Inputs] = {}
     for step, row in enumerate(crosses):
         key = step % sets, row.tobytes()
@@ -203,25 +203,25 @@ def make_cycle(case: Case, share: Fraction) -> list[Inputs]:
     return [made[step % sets, row.tobytes()] for step, row in enumerate(crosses)]
 
 
-def _begin(spec: AlignConfig, buffers: Buffers, inputs: Inputs) -> tuple[AlignState, BlockTables, StepIndices]:
+def _begin(align: AlignConfig, buffers: Buffers, inputs: Inputs) -> tuple[AlignState, BlockTables, StepIndices]:
     tables = update_block_tables(buffers.tables, inputs.updates)
     state = add_requests(buffers.state, inputs.additions)
     if inputs.base is not None:
         put = lambda array, values: array.at[inputs.additions.slot].set(values)
         accepted = put(state.num_accepted_tokens, inputs.accepted)
         state = dataclasses.replace(state, state_pos=put(state.state_pos, inputs.base), num_accepted_tokens=accepted)
-    state, indices = begin_step(spec, state, inputs.batch, tables)
+    state, indices = begin_step(align, state, inputs.batch, tables)
     return state, tables, indices
 
 
 def make_step(case: Case, implementation: Implementation | None) -> Any:
     """Returns the jitted step: (buffers, inputs, tokens) -> (buffers, the last layer's outputs). `buffers` is donated."""
-    spec, how, run = case.spec, dict(implementation=implementation), Run(implementation=implementation)
+    align, how, run = case.align, dict(implementation=implementation), Run(implementation=implementation)
 
     def step(buffers, inputs, tokens):
-        state, tables, indices = _begin(spec, buffers, inputs)
+        state, tables, indices = _begin(align, buffers, inputs)
         # There are no chunks, for which alone "deferred" migrates.
-        pool = buffers.pool if spec.is_deferred else migrate(spec, buffers.pool, indices, **how)
+        pool = buffers.pool if align.is_deferred else migrate(align, buffers.pool, indices, **how)
         rows = split_rows(inputs.batch, indices, case.rows).decode
         (conv, recurrent), ring = pool.states[0], pool.ring(0)
         gates: dict[str, Any] = {name: tokens[name] for name in ("a", "b", "A_log", "dt_bias")}
@@ -240,7 +240,7 @@ def make_step(case: Case, implementation: Implementation | None) -> Any:
             # In a model the next layer waits for these outputs.
             conv, recurrent, ring, out = jax.lax.optimization_barrier((conv, recurrent, ring, out))
         pool = pool.with_group(0, (conv, recurrent, *ring))
-        state, pool = finish_step(spec, state, pool, inputs.batch, indices, inputs.num_sampled, tables, **how)
+        state, pool = finish_step(align, state, pool, inputs.batch, indices, inputs.num_sampled, tables, **how)
         return Buffers(pool, state, tables), out
 
     return jax.jit(step, donate_argnums=0)
@@ -273,14 +273,14 @@ def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Seque
 
     Under "deferred" the entries of rings count as bytes of states, and so do the windows of boundaries.
     """
-    spec = case.spec
-    ((conv, recurrent),) = [group.states for group in spec.groups]
+    align = case.align
+    ((conv, recurrent),) = [group.states for group in align.groups]
 
     @jax.jit
     def counts(inputs):
         # The plans need neither pools nor layers.
-        state_, tables_, indices = _begin(spec, Buffers(StatePool(states=()), state, tables), inputs)
-        _, plan = plan_finish(spec, state_, inputs.batch, indices, inputs.num_sampled, tables_)
+        state_, tables_, indices = _begin(align, Buffers(StatePool(states=()), state, tables), inputs)
+        _, plan = plan_finish(align, state_, inputs.batch, indices, inputs.num_sampled, tables_)
         copies = [plan.num_copies() for plan in (indices.migration, plan) if isinstance(plan, CopyPlan)]
         reads, writes, entries, windows = jnp.sum(indices.recurrent_read > 0), jnp.sum(indices.write > 0), 0, 0
         if indices.folds is not None:
@@ -293,10 +293,10 @@ def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Seque
     reads, writes, entries, windows, copies = (np.sum(each, axis=0) for each in found)
     # A row reads a window of width - 1 and writes one window row fewer than that, and one more for each token.
     window_rows = reads * (2 * case.width - 2 + case.drafts) + windows * 2 * (case.width - 1)
-    window_row_bytes = spec.state_bytes_per_block(0, conv) / conv.block_shape(case.drafts)[0]
-    state_bytes = spec.state_bytes_per_block(0, recurrent)
-    entry_bytes = spec.ring_bytes_per_slot / (2 * spec.fold_length)
-    copied = copies @ (state_bytes, spec.state_bytes_per_block(0, conv))
+    window_row_bytes = align.state_bytes_per_block(0, conv) / conv.block_shape(case.drafts)[0]
+    state_bytes = align.state_bytes_per_block(0, recurrent)
+    entry_bytes = align.ring_bytes_per_slot / (2 * align.fold_length)
+    copied = copies @ (state_bytes, align.state_bytes_per_block(0, conv))
     moved = (reads + writes) * state_bytes + entries * entry_bytes + window_rows * window_row_bytes
     return {"state_bytes": float(moved) / len(cycle), "copied_bytes": 2.0 * float(copied) / len(cycle)}
 

@@ -125,22 +125,22 @@ def models(name: str, seed: int) -> dict[str, Any]:
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "spec"), donate_argnames=("state", "pool", "kv"))
+@functools.partial(jax.jit, static_argnames=("graph", "align"), donate_argnames=("state", "pool", "kv"))
 def _step(
-    params: Any, tokens: Any, batch: StepBatch, tables: Any, pages: Any, state: Any, pool: Any, kv: Any, *, graph, spec
+    params: Any, tokens: Any, batch: StepBatch, tables: Any, pages: Any, state: Any, pool: Any, kv: Any, *, graph, align
 ):
     """One program for both kinds of rows. Decode rows come first; the rows of the kind that a step lacks are padding.
 
     `state`, `pool` and `kv` are donated.
     """
     model, rows = nnx.merge(graph, params), batch.idx_mapping.shape[0]
-    state, indices = begin_step(spec, state, batch, tables)
+    state, indices = begin_step(align, state, batch, tables)
     step = step_inputs(
         batch, indices, num_decode_rows=ROWS, page_tables=pages, num_tokens=tokens.shape[0],
         page_size=PAGE_SIZE, num_pages=kv.keys.shape[1],
     )  # fmt: skip
     hidden, pool, kv = model(tokens, step, pool, kv)
-    state, pool = finish_step(spec, state, pool, batch, indices, jnp.ones(rows, jnp.int32), tables)
+    state, pool = finish_step(align, state, pool, batch, indices, jnp.ones(rows, jnp.int32), tables)
     return model.logits(hidden), state, pool, kv
 
 
@@ -152,18 +152,18 @@ class Pass:
         self.tokens, self.prompt = tokens, prompt
         length = -(-tokens.shape[1] // PAGE_SIZE) * PAGE_SIZE
         graph, self.params = nnx.split(model)
-        self.spec = AlignConfig(model.state_groups(), length, max_num_seqs=ROWS, max_model_len=length, mode="none")
-        blocks = np.tile(np.arange(1, 1 + ROWS, dtype=np.int32)[:, None], (len(self.spec.groups), 1, 1))
+        self.align = AlignConfig(model.state_groups(), length, max_num_seqs=ROWS, max_model_len=length, mode="none")
+        blocks = np.tile(np.arange(1, 1 + ROWS, dtype=np.int32)[:, None], (len(self.align.groups), 1, 1))
         pages = np.arange(1, 1 + ROWS * length // PAGE_SIZE, dtype=np.int32).reshape(ROWS, -1)
         self.fixed = BlockTables(blocks=jnp.asarray(blocks)), jnp.asarray(pages)
         kv = model.kv_spec(), 1 + pages.size, PAGE_SIZE
         self._fresh = lambda: (
-            AlignState.create(self.spec), StatePool.create(self.spec, 1 + ROWS), KVPages.create(*kv)
+            AlignState.create(self.align), StatePool.create(self.align, 1 + ROWS), KVPages.create(*kv)
         )  # fmt: skip
         precision = "highest" if model.dtype == "float32" else None
         with jax.default_matmul_precision(precision):
             arguments = *self._inputs(0, prompt), *self.fixed, *self._fresh()
-            traced = _step.trace(self.params, *arguments, graph=graph, spec=self.spec)
+            traced = _step.trace(self.params, *arguments, graph=graph, align=self.align)
             self.kernels, self._lowered = kernels(traced.jaxpr.jaxpr), traced.lower()
 
     def _inputs(self, begin: int, end: int) -> tuple[np.ndarray, StepBatch]:
@@ -174,7 +174,7 @@ class Pass:
         loc = np.cumsum([0, *lengths]).tolist()
         packed = np.zeros(ROWS * (1 + self.prompt), np.int32)
         packed[: loc[-1]] = self.tokens[:, begin:end].ravel()
-        return packed, StepBatch.from_host(self.spec, 2 * ROWS, slots, loc, [-1] * 2 * ROWS)
+        return packed, StepBatch.from_host(self.align, 2 * ROWS, slots, loc, [-1] * 2 * ROWS)
 
     def compile(self) -> "Pass":
         """Compiles the program, which `run` needs, and returns this object."""

@@ -96,13 +96,13 @@ def trace(step, devices):
         prefix_cache="all", policy=step.policy, num_speculative_tokens=step.drafts, block_size=512, kv_page_size=PAGE_SIZE,
         max_num_batched_tokens=8192, max_num_seqs=256, max_model_len=140000,
     )  # fmt: skip
-    spec = align_config(config, of_one)
+    align = align_config(config, of_one)
     graph, params = Graph.split(model)
     sizes = dict(state_blocks=BLOCKS, kv_pages=PAGES, page_size=PAGE_SIZE, history=0)
-    create = functools.partial(DeviceState.create, spec, pages_spec(of_one), **sizes)
+    create = functools.partial(DeviceState.create, align, pages_spec(of_one), **sizes)
     donated = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(create)))
     state = jax.eval_shape(functools.partial(create, layout=layout))
-    inputs = pack(Packer(spec, PAGE_SIZE, False, step.model.vocab_size).pack(bucket, [None] * bucket.num_rows))
+    inputs = pack(Packer(align, PAGE_SIZE, False, step.model.vocab_size).pack(bucket, [None] * bucket.num_rows))
     mailboxes = None
     if layout is None:
         one = SingleDeviceSharding(devices[0])
@@ -111,8 +111,8 @@ def trace(step, devices):
         layout = replace(layout, mesh=Mesh(np.array(devices), (AXIS,)))
         split = functools.partial(_split, layout.mesh)
         params, inputs = split(list(layout.params), params), split(P(), inputs)
-        state, mailboxes = split(device_specs(layout, spec), state), _mailboxes(layout.mesh, step.model.hidden_size)
-    static = dict(graph=graph, spec=spec, drafter=None, num_decode_rows=bucket.decode_rows, layout=layout)
+        state, mailboxes = split(device_specs(layout, align), state), _mailboxes(layout.mesh, step.model.hidden_size)
+    static = dict(graph=graph, align=align, drafter=None, num_decode_rows=bucket.decode_rows, layout=layout)
     return run_step.trace(params, inputs, state, None, mailboxes, **static), donated
 
 

@@ -234,7 +234,7 @@ def give_programs(patch, buckets):
     from mamba_align_jax.engine.device import runner
     from mamba_align_jax.engine.scheduling import buckets as module
 
-    make = lambda self: buckets(module, self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
+    make = lambda self: buckets(module, self.align.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
     patch.setattr(runner.StepRunner, "buckets", property(make))
 
 

@@ -67,7 +67,7 @@ def test_the_foreign_step_is_the_example_and_the_example_runs():
 def test_a_batch_of_both_kinds_of_rows_needs_no_padding(decoded, begin, end, padding):
     """Decode rows of one token, each of which may have three, and then a chunk of a prompt in slot 2."""
     own = runpy.run_path(str(ROOT / "examples" / "foreign_step.py"))
-    spec, channels, rng = own["SPEC"], 3 * own["HEADS"] * own["DIM"], np.random.default_rng(0)
+    align, channels, rng = own["SPEC"], 3 * own["HEADS"] * own["DIM"], np.random.default_rng(0)
     shapes = dict(embed=(50, 32), qkv=(32, channels), conv=(own["WIDTH"], channels), a=(32, 2), b=(32, 2))
     weights = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     weights |= {"A_log": jnp.zeros(2), "dt_bias": jnp.zeros(2)}
@@ -80,15 +80,15 @@ def test_a_batch_of_both_kinds_of_rows_needs_no_padding(decoded, begin, end, pad
     if begin:
         server.run(2, 0, prompt[:begin], enters=True)
     entering = [2][begin:]
-    row = [(0, slot, column, server.block(slot, column)) for slot in entering for column in range(spec.num_columns)]
+    row = [(0, slot, column, server.block(slot, column)) for slot in entering for column in range(align.num_columns)]
     out, server.pool, server.state, server.tables = own["step"](
         weights,
         np.concatenate([decoding[16:].repeat(decoded), prompt[begin:end], np.zeros(padding, np.int32)]),
         ma.StepBatch.from_host(
-            spec, decoded + 1, [*range(decoded), 2], [*range(decoded + 1), decoded + end - begin], [0] * decoded + [-1]
+            align, decoded + 1, [*range(decoded), 2], [*range(decoded + 1), decoded + end - begin], [0] * decoded + [-1]
         ),
-        ma.TableUpdates.from_host(spec, spec.num_columns, row),
-        ma.Additions.from_host(spec, 1, entering, [0] * len(entering)),
+        ma.TableUpdates.from_host(align, align.num_columns, row),
+        ma.Additions.from_host(align, 1, entering, [0] * len(entering)),
         jnp.int32(1),
         *(server.pool, server.state, server.tables),
         decode_rows=decoded,

@@ -170,7 +170,7 @@ def run_engine(speculation):
     from mamba_align_jax.engine.scheduling.buckets import Bucket
 
     # All steps pad to one program, because compiling takes longer than running.
-    sizes = lambda self: (self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
+    sizes = lambda self: (self.align.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
     StepRunner.buckets = property(lambda self: [Bucket(*sizes(self))])
     engine, params = make_engine(speculation)
     prompts = [encode(f"{number}) a list of a list of a list") for number in range(len(params))]

@@ -34,7 +34,7 @@ class StepBatch:
     @classmethod
     def from_host(
         cls,
-        spec: AlignConfig,
+        align: AlignConfig,
         bucket: int,
         idx_mapping: Sequence[int],
         query_start_loc: Sequence[int],
@@ -44,7 +44,7 @@ class StepBatch:
         """Checks the rows and pads them to `bucket`.
 
         Args:
-            spec: The configuration.
+            align: The configuration.
             bucket: Rows of the result.
             idx_mapping: The slot of each row, or -1 for a padding row.
             query_start_loc: See the attribute. One entry more than there are rows.
@@ -54,7 +54,7 @@ class StepBatch:
         Raises:
             ValueError: A row is wrong. The text names the row, what was wanted and what came.
         """
-        values.instance("StepBatch: spec", spec, AlignConfig)
+        values.instance("StepBatch: align", align, AlignConfig)
         bucket = values.integer("StepBatch: bucket", bucket, 0)
         idx_mapping = values.integers("StepBatch: idx_mapping", idx_mapping, -values.INT32_MAX)
         query_start_loc = values.integers("StepBatch: query_start_loc", query_start_loc, -values.INT32_MAX)
@@ -69,8 +69,8 @@ class StepBatch:
         if rows and query_start_loc[0] != 0:
             raise ValueError(f"StepBatch: query_start_loc must start at 0, got {query_start_loc[0]}")
         arrays = [np.asarray(given, np.int64) for given in (idx_mapping, query_start_loc, num_drafts)]
-        if rows and not _is_right(spec, *arrays):
-            _raise_for_row(spec, idx_mapping, query_start_loc, num_drafts)
+        if rows and not _is_right(align, *arrays):
+            _raise_for_row(align, idx_mapping, query_start_loc, num_drafts)
 
         def pad(given: np.ndarray, length: int, fill: int) -> jax.Array:
             padded = np.full(length, fill, np.int32)
@@ -90,21 +90,21 @@ class StepBatch:
         return jnp.diff(self.query_start_loc)
 
 
-def _is_right(spec: AlignConfig, slots: np.ndarray, starts: np.ndarray, num_drafts: np.ndarray) -> bool:
+def _is_right(align: AlignConfig, slots: np.ndarray, starts: np.ndarray, num_drafts: np.ndarray) -> bool:
     """Whether all rows are right. It takes all rows at once, because `from_host` is called in every step."""
     lengths, used = np.diff(starts), slots[slots >= 0]
     return bool(
-        np.all((slots >= -1) & (slots < spec.max_num_seqs))
+        np.all((slots >= -1) & (slots < align.max_num_seqs))
         and np.max(np.bincount(used), initial=0) <= 1
-        and np.all((lengths >= 0) & (lengths <= spec.max_model_len))
+        and np.all((lengths >= 0) & (lengths <= align.max_model_len))
         and np.all((slots >= 0) | (lengths == 0))
-        and np.all((num_drafts >= -1) & (num_drafts <= spec.num_speculative_tokens))
+        and np.all((num_drafts >= -1) & (num_drafts <= align.num_speculative_tokens))
         and np.all((num_drafts < 0) | (lengths == 0) | (lengths == 1 + num_drafts))
     )
 
 
 def _raise_for_row(
-    spec: AlignConfig, idx_mapping: Sequence[int], query_start_loc: Sequence[int], num_drafts: Sequence[int]
+    align: AlignConfig, idx_mapping: Sequence[int], query_start_loc: Sequence[int], num_drafts: Sequence[int]
 ) -> None:
     """Raises the error of `StepBatch.from_host` for the first row that is wrong."""
     seen: dict[int, int] = {}
@@ -112,20 +112,20 @@ def _raise_for_row(
         zip(idx_mapping, query_start_loc[:-1], query_start_loc[1:], num_drafts, strict=True)
     ):
         problem = None
-        if not -1 <= slot < spec.max_num_seqs:
-            problem = f"idx_mapping must be in [-1, {spec.max_num_seqs}), got {slot}"
+        if not -1 <= slot < align.max_num_seqs:
+            problem = f"idx_mapping must be in [-1, {align.max_num_seqs}), got {slot}"
         elif slot >= 0 and slot in seen:
             problem = f"idx_mapping repeats slot {slot} of row {seen[slot]}"
         elif end < start:
             problem = f"query_start_loc must not decrease, got {start} then {end}"
         elif slot < 0 and end > start:
             problem = f"a padding row must have no tokens, got {end - start}"
-        elif not -1 <= drafts <= spec.num_speculative_tokens:
-            problem = f"num_drafts must be in [-1, {spec.num_speculative_tokens}], got {drafts}"
+        elif not -1 <= drafts <= align.num_speculative_tokens:
+            problem = f"num_drafts must be in [-1, {align.num_speculative_tokens}], got {drafts}"
         elif drafts >= 0 and end - start not in (0, 1 + drafts):
             problem = f"a verify row with {drafts} drafts must have {1 + drafts} tokens, got {end - start}"
-        elif end - start > spec.max_model_len:
-            problem = f"must have at most max_model_len = {spec.max_model_len} tokens, got {end - start}"
+        elif end - start > align.max_model_len:
+            problem = f"must have at most max_model_len = {align.max_model_len} tokens, got {end - start}"
         if problem:
             raise ValueError(f"StepBatch: row {row}: {problem}")
         if slot >= 0:

@@ -50,35 +50,35 @@ class StepChecker:
     If it has, `check` waits for the device. The engine calls it itself.
     """
 
-    def __init__(self, spec: AlignConfig, num_blocks: int | Sequence[int]) -> None:
+    def __init__(self, align: AlignConfig, num_blocks: int | Sequence[int]) -> None:
         """Creates a checker for slots without tokens and an unwritten pool.
 
         Args:
-            spec: The configuration.
+            align: The configuration.
             num_blocks: The blocks of the pool, NULL_BLOCK included: one number for all groups, or one for each.
 
         Raises:
             ValueError: `num_blocks` does not have one number per group.
         """
-        values.instance("StepChecker: spec", spec, AlignConfig)
-        groups, slots = len(spec.groups), spec.max_num_seqs
+        values.instance("StepChecker: align", align, AlignConfig)
+        groups, slots = len(align.groups), align.max_num_seqs
         each = [num_blocks] * groups if values.is_integer(num_blocks) else num_blocks
         counts = values.integers("StepChecker: num_blocks", each, 1)
         if len(counts) != groups:
             raise ValueError(f"StepChecker: num_blocks must be one number or {groups}, got {len(counts)}")
-        self.spec = spec
+        self.align = align
         self._num_blocks = counts
-        self._tables = np.full((groups, slots, spec.num_columns), NULL_BLOCK, np.int32)
+        self._tables = np.full((groups, slots, align.num_columns), NULL_BLOCK, np.int32)
         self._slots = {
             "num_computed_tokens": np.zeros(slots, np.int32),
             "num_accepted_tokens": np.ones(slots, np.int32),
             "running_column": np.full(slots, -1, np.int32),
         }
-        if spec.is_deferred:
+        if align.is_deferred:
             self._slots["state_pos"] = np.zeros(slots, np.int32)
         self._written = [
             {kind: np.zeros(count, np.bool_) for kind in _KINDS if any(isinstance(s, kind) for s in group.states)}
-            for group, count in zip(spec.groups, counts, strict=True)
+            for group, count in zip(align.groups, counts, strict=True)
         ]
 
     def check(
@@ -104,7 +104,7 @@ class StepChecker:
                 accepted more tokens than it ran, or has other counts on the device. After an error the checker cannot
                 be used again.
         """
-        if not self.spec.checked:
+        if not self.align.checked:
             return
         entering = self._enter(additions)
         self._allocate(updates, entering)
@@ -118,13 +118,13 @@ class StepChecker:
             if row.places is not None:
                 self._read(row.slot, row.places.recurrent_column, row.places.conv_column)
         for row in rows:
-            if self.spec.is_deferred:
+            if self.align.is_deferred:
                 self._fold(row.slot)
-            is_kept = row.drafts < 0 or not self.spec.is_deferred
+            is_kept = row.drafts < 0 or not self.align.is_deferred
             self._write(row.slot, row.current, *_KINDS if is_kept else (ConvState,))
-            for column in range(row.current + 1, row.current + 1 + max(row.drafts, 0) * (not self.spec.is_deferred)):
+            for column in range(row.current + 1, row.current + 1 + max(row.drafts, 0) * (not self.align.is_deferred)):
                 self._write(row.slot, column, RecurrentState)
-            if self.spec.mode == "all" and row.drafts < 0:
+            if self.align.mode == "all" and row.drafts < 0:
                 self._keep(row)
         for row in rows:
             self._finish(row, saves=num_sampled is not None)
@@ -146,7 +146,7 @@ class StepChecker:
             ValueError: A slot has no state for its new count. The text names the slot. After an error the checker cannot
                 be used again.
         """
-        if not self.spec.checked:
+        if not self.align.checked:
             return
         for slot, wanted in _entries(corrections.slot, corrections.num_computed_tokens):
             if slot < 0:
@@ -163,7 +163,7 @@ class StepChecker:
 
     def folded(self, slot: int) -> None:
         """Takes note that `fold_slots` was called for a slot, between the checks of the steps before and after it."""
-        if self.spec.checked and slot >= 0:
+        if self.align.checked and slot >= 0:
             computed, accepted, column, _ = (int(array[slot]) for array in self._slots.values())
             base, moves = self._fold(slot)
             self._set(slot, computed, 1 if moves else accepted, column, base)
@@ -173,7 +173,7 @@ class StepChecker:
         entering = {}
         for slot, computed in _entries(additions.slot, additions.num_computed_tokens):
             if slot >= 0:
-                entering[slot] = column_of(computed, self.spec.state_block_size)
+                entering[slot] = column_of(computed, self.align.state_block_size)
                 self._set(slot, computed, 1, entering[slot], computed)
         return entering
 
@@ -187,17 +187,17 @@ class StepChecker:
 
         Returns the base after the fold, and whether the window of the last step has moved to row 0 of its column.
         """
-        sizes = self.spec.state_block_size, self.spec.fold_length
+        sizes = self.align.state_block_size, self.align.fold_length
         computed, accepted, old, base = (int(array[slot]) for array in self._slots.values())
         places, window = fold_places(base, computed, *sizes), boundary_window(old, accepted, base, computed, *sizes)
         if places.folds:
             if base:
                 self._read(slot, places.recurrent_column)
             self._write(slot, places.fold_column, RecurrentState)
-        if window.needed and self.spec.passes_boundaries:
+        if window.needed and self.align.passes_boundaries:
             self._read(slot, None, old)
             self._write(slot, places.fold_column, ConvState)
-        return places.next_base, self.spec.passes_boundaries and window.moves
+        return places.next_base, self.align.passes_boundaries and window.moves
 
     def _allocate(self, updates: TableUpdates, entering: dict[int, int]) -> None:
         for group, slot, column, block in _entries(updates.group, updates.slot, updates.column, updates.block):
@@ -224,10 +224,10 @@ class StepChecker:
             if not 0 <= accepted <= max_sampled:
                 raise ValueError(f"slot {slot}: num_sampled must be in [0, {max_sampled}], got {accepted}")
             computed, before, old, *base = (int(array[slot]) for array in self._slots.values())
-            current = running_column(computed, length, self.spec.state_block_size)
-            places = POLICIES[self.spec.policy](old, before, current) if old >= 0 else None
+            current = running_column(computed, length, self.align.state_block_size)
+            places = POLICIES[self.align.policy](old, before, current) if old >= 0 else None
             if base and places is not None:
-                column = column_of(base[0], self.spec.state_block_size)
+                column = column_of(base[0], self.align.state_block_size)
                 places = places._replace(recurrent_column=column if base[0] else None)
             position = base[0] if base else computed
             yield _CheckedRow(slot, length, drafts, computed, current, places, max(accepted, 1), position)
@@ -235,19 +235,19 @@ class StepChecker:
     def _finish(self, row: _CheckedRow, saves: bool) -> None:
         certain = certain_tokens(row.computed, row.num_tokens, max(row.drafts, 0))
         computed, accepted = tokens_after(certain, row.accepted), row.accepted
-        if saves and self.spec.passes_boundaries and not self.spec.is_deferred:
-            save = boundary_save(certain, computed, self.spec.state_block_size)
+        if saves and self.align.passes_boundaries and not self.align.is_deferred:
+            save = boundary_save(certain, computed, self.align.state_block_size)
             if save.passed:
                 self._copy(row.slot, row.current + save.offset, row.current, save.target)
             accepted = accepted_after_save(accepted, save.passed, save.target, row.current)
         base = row.computed + row.num_tokens
         if row.drafts >= 0:
-            end = fold_end(row.base, self.spec.fold_length)
+            end = fold_end(row.base, self.align.fold_length)
             base = end if row.computed >= end else row.base
         self._set(row.slot, computed, accepted, row.current, base)
 
     def _name(self, group: int, slot: int, column: int) -> str:
-        return f"slot {slot}: column {column} of group {self.spec.groups[group].name!r}"
+        return f"slot {slot}: column {column} of group {self.align.groups[group].name!r}"
 
     def _blocks(self, slot: int, column: int, kind: type, verb: str) -> Iterator[tuple[str, np.ndarray, int]]:
         """Yields for each group with that kind of state: a text of what happens, the record, and the column's block."""
@@ -274,7 +274,7 @@ class StepChecker:
 
     def _keep(self, row: _CheckedRow) -> None:
         """Records the boundaries inside a chunk. The record of NULL_BLOCK, which stands for no block, is never read."""
-        for column in range(row.computed // self.spec.state_block_size, row.current):
+        for column in range(row.computed // self.align.state_block_size, row.current):
             for group, records in enumerate(self._written):
                 for written in records.values():
                     written[self._tables[group, row.slot, column]] = True

@@ -30,7 +30,7 @@ class Corrections:
     @classmethod
     def from_host(
         cls,
-        spec: AlignConfig,
+        align: AlignConfig,
         bucket: int,
         slots: Sequence[int],
         num_computed_tokens: Sequence[int],
@@ -39,7 +39,7 @@ class Corrections:
         """Checks the entries and pads them to `bucket`.
 
         Args:
-            spec: The configuration.
+            align: The configuration.
             bucket: Entries of the result.
             slots: The slots, all distinct.
             num_computed_tokens: What each slot has computed: see `correct_counts`.
@@ -48,11 +48,11 @@ class Corrections:
         Raises:
             ValueError: An entry is wrong. The text names it.
         """
-        values.instance("Corrections: spec", spec, AlignConfig)
+        values.instance("Corrections: align", align, AlignConfig)
         bucket = values.integer("Corrections: bucket", bucket, 0)
         slots = values.integers("Corrections: slots", slots)
         computed = values.integers("Corrections: num_computed_tokens", num_computed_tokens)
-        check_entries("Corrections", bucket, slots, computed, spec.max_num_seqs, spec.max_model_len + 1)
+        check_entries("Corrections", bucket, slots, computed, align.max_num_seqs, align.max_model_len + 1)
         padded = np.full((2, bucket), -1, np.int32)
         padded[:, : len(slots)] = slots, computed
         slot, counts = map(put, padded)

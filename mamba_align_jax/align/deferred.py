@@ -81,7 +81,7 @@ class Folds:
 
 
 def plan_folds(
-    spec: AlignConfig,
+    align: AlignConfig,
     state: AlignState,
     batch: StepBatch,
     tables: BlockTables,
@@ -93,7 +93,7 @@ def plan_folds(
     """Finds where the rows of a step read and write their deferred states.
 
     Args:
-        spec: The configuration, with policy "deferred".
+        align: The configuration, with policy "deferred".
         state: The counts of the slots.
         batch: The rows.
         tables: The block tables.
@@ -110,7 +110,7 @@ def plan_folds(
     slot, is_chunk = jnp.maximum(batch.idx_mapping, 0), batch.num_drafts < 0
     base = jnp.where(live, state.state_pos[slot], 0)
     # Idle rows are at position 0, so that they never fold.
-    places = fold_places(base, computed, spec.state_block_size, spec.fold_length)
+    places = fold_places(base, computed, align.state_block_size, align.fold_length)
     lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
     unsettled = live & is_chunk & (base < computed)
     read, rest = lookup(places.recurrent_column, live), lookup(current, unsettled)
@@ -123,7 +123,7 @@ def plan_folds(
         block=block,
         rest=rest,
         unsettled=unsettled,
-        windows=_plan_windows(spec, state, slot, base, computed, conv_read, block),
+        windows=_plan_windows(align, state, slot, base, computed, conv_read, block),
     )
     # A chunk writes its last state, which is then the base.
     next_base = jnp.where(is_chunk, computed + batch.num_tokens, places.next_base)
@@ -131,7 +131,7 @@ def plan_folds(
 
 
 def _plan_windows(
-    spec: AlignConfig,
+    align: AlignConfig,
     state: AlignState,
     slot: jax.Array,
     base: jax.Array,
@@ -140,10 +140,10 @@ def _plan_windows(
     fold_block: jax.Array,
 ) -> BoundaryWindows | None:
     """Finds the windows of the boundaries that rows fold, or returns None if they are always in place."""
-    if not spec.passes_boundaries:
+    if not align.passes_boundaries:
         return None
     old, accepted = state.running_column[slot], state.num_accepted_tokens[slot]
-    places = boundary_window(old, accepted, base, computed, spec.state_block_size, spec.fold_length)
+    places = boundary_window(old, accepted, base, computed, align.state_block_size, align.fold_length)
     # A row that does not fold has no `fold_block`, and keeps no boundary.
     return BoundaryWindows(
         read=conv_read,
@@ -154,31 +154,31 @@ def _plan_windows(
 
 
 def settle(
-    spec: AlignConfig, pool: StatePool, folds: Folds, *, implementation: Implementation | None = None
+    align: AlignConfig, pool: StatePool, folds: Folds, *, implementation: Implementation | None = None
 ) -> StatePool:
     """Writes the states of the rows that are `unsettled`: at the end of a complete fold group, then at their position.
 
     If the group ends on a boundary, it writes the boundary's window, too.
 
     Args:
-        spec: The configuration. Static.
+        align: The configuration. Static.
         pool: The pool. A jitted caller may donate it.
         folds: The deferred states of the step.
         implementation: The implementation of the ops.
     """
-    pool = _keep_windows(spec, pool, folds.windows, folds.unsettled, implementation)
+    pool = _keep_windows(align, pool, folds.windows, folds.unsettled, implementation)
     block = jnp.where(folds.unsettled, folds.block, NULL_BLOCK)
-    pool = fold(spec, pool, folds.slot, folds.base, folds.position, folds.read, block, implementation)
+    pool = fold(align, pool, folds.slot, folds.base, folds.position, folds.read, block, implementation)
     # Of the group that the position is in, only the entries before it count. The others are cleared.
-    places = fold_places(folds.base, folds.position, spec.state_block_size, spec.fold_length)
+    places = fold_places(folds.base, folds.position, align.state_block_size, align.fold_length)
     read = jnp.where(places.folds, folds.block, folds.read)
-    end = fold_end(places.next_base, spec.fold_length)
-    pool = _clear(spec, pool, jnp.where(folds.unsettled, folds.slot, spec.max_num_seqs), folds.position, end)
-    return fold(spec, pool, folds.slot, places.next_base, end, read, folds.rest, implementation)
+    end = fold_end(places.next_base, align.fold_length)
+    pool = _clear(align, pool, jnp.where(folds.unsettled, folds.slot, align.max_num_seqs), folds.position, end)
+    return fold(align, pool, folds.slot, places.next_base, end, read, folds.rest, implementation)
 
 
 def fold_slots(
-    spec: AlignConfig,
+    align: AlignConfig,
     state: AlignState,
     pool: StatePool,
     tables: BlockTables,
@@ -192,7 +192,7 @@ def fold_slots(
     Call it between steps, while the slots hold their blocks. Slots whose group is not complete do not change.
 
     Args:
-        spec: The configuration, with policy "deferred". Static.
+        align: The configuration, with policy "deferred". Static.
         state: The counts of the slots. A jitted caller may donate it.
         pool: The pool. A jitted caller may donate it.
         tables: The block tables.
@@ -209,23 +209,25 @@ def fold_slots(
     """
     values.instances("fold_slots", state=(state, AlignState), pool=(pool, StatePool), tables=(tables, BlockTables))
     values.require(has_integers(slots) and slots.ndim == 1, "fold_slots: slots", "int32 [n]", slots)
-    pool.check(spec)
-    state, folds = plan_slots(spec, state, tables, slots)
-    pool = _keep_windows(spec, pool, folds.windows, slots >= 0, implementation)
+    pool.check(align)
+    state, folds = plan_slots(align, state, tables, slots)
+    pool = _keep_windows(align, pool, folds.windows, slots >= 0, implementation)
     where = folds.slot, folds.base, folds.position, folds.read, folds.block
-    return state, fold(spec, pool, *where, implementation)
+    return state, fold(align, pool, *where, implementation)
 
 
-def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots: jax.Array) -> tuple[AlignState, Folds]:
+def plan_slots(
+    align: AlignConfig, state: AlignState, tables: BlockTables, slots: jax.Array
+) -> tuple[AlignState, Folds]:
     """Does what `fold_slots` does, but returns the folds instead of making them."""
-    if not spec.is_deferred:
-        raise ValueError(f"fold_slots: policy must be 'deferred', got {spec.policy!r}")
-    state.check(spec)
-    tables.check(spec)
+    if not align.is_deferred:
+        raise ValueError(f"fold_slots: policy must be 'deferred', got {align.policy!r}")
+    state.check(align)
+    tables.check(align)
     assert state.state_pos is not None
     slot = jnp.maximum(slots, 0)
     base, computed = state.state_pos[slot], state.num_computed_tokens[slot]
-    places = fold_places(base, computed, spec.state_block_size, spec.fold_length)
+    places = fold_places(base, computed, align.state_block_size, align.fold_length)
     lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
     block = lookup(places.fold_column, (slots >= 0) & places.folds)
     conv_read = lookup(state.running_column[slot], slots >= 0)
@@ -235,9 +237,9 @@ def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots:
         position=computed,
         read=lookup(places.recurrent_column, slots >= 0),
         block=block,
-        rest=jnp.full((len(spec.groups), *slots.shape), NULL_BLOCK, jnp.int32),
+        rest=jnp.full((len(align.groups), *slots.shape), NULL_BLOCK, jnp.int32),
         unsettled=jnp.zeros(slots.shape, jnp.bool_),
-        windows=_plan_windows(spec, state, slot, base, computed, conv_read, block),
+        windows=_plan_windows(align, state, slot, base, computed, conv_read, block),
     )
     accepted = state.num_accepted_tokens[slot]
     state, _ = jax.lax.optimization_barrier((state, (folds, accepted, places.next_base)))
@@ -250,10 +252,10 @@ def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots:
     return state, folds
 
 
-def _clear(spec: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array, end: jax.Array) -> StatePool:
+def _clear(align: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array, end: jax.Array) -> StatePool:
     """Clears entries, so that they add nothing: those of the positions `first` to `end` - 1. It skips slots out of range."""
-    places = 2 * spec.fold_length
-    position = first[:, None] + jnp.arange(spec.fold_length, dtype=jnp.int32)[None]
+    places = 2 * align.fold_length
+    position = first[:, None] + jnp.arange(align.fold_length, dtype=jnp.int32)[None]
     place = jnp.where(position < end[:, None], position % places, places)
     # The indexed axes come first in what is set: [rows, entries, layers, heads, ...].
     where = slice(None), slot[:, None], slice(None), place
@@ -262,7 +264,7 @@ def _clear(spec: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array
 
 
 def _keep_windows(
-    spec: AlignConfig,
+    align: AlignConfig,
     pool: StatePool,
     windows: BoundaryWindows | None,
     live: jax.Array,
@@ -271,7 +273,7 @@ def _keep_windows(
     """Writes the windows of the boundaries of the rows that are `live`, in every layer."""
     if windows is None:
         return pool
-    for number, group in enumerate(spec.groups):
+    for number, group in enumerate(align.groups):
         where = windows.read[number], windows.first_row, jnp.where(live, windows.block[number], NULL_BLOCK)
         arrays = list(pool.states[number])
         for index, kind in enumerate(group.states):

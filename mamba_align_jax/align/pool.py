@@ -14,15 +14,15 @@ from mamba_align_jax.align.config import AlignConfig, ConvState
 from pallas_kernels import NULL_BLOCK
 
 
-def _shapes(spec: AlignConfig, num_blocks: int) -> list[list[jax.ShapeDtypeStruct]]:
+def _shapes(align: AlignConfig, num_blocks: int) -> list[list[jax.ShapeDtypeStruct]]:
     return [
         [
             jax.ShapeDtypeStruct(
-                (group.num_layers, num_blocks, *state.block_shape(spec.num_speculative_tokens)), jnp.dtype(state.dtype)
+                (group.num_layers, num_blocks, *state.block_shape(align.num_speculative_tokens)), jnp.dtype(state.dtype)
             )
             for state in group.states
         ]
-        for group in spec.groups
+        for group in align.groups
     ]
 
 
@@ -32,12 +32,12 @@ def _uncut(array: Any, kind: Any) -> tuple[Any, ...]:
     return array.shape[0], array.ndim, jnp.dtype(array.dtype), length
 
 
-def _ring_shapes(spec: AlignConfig) -> list[list[jax.ShapeDtypeStruct]]:
+def _ring_shapes(align: AlignConfig) -> list[list[jax.ShapeDtypeStruct]]:
     """Returns the arrays of each group's ring: none for a group without a ring, or unless the policy is "deferred"."""
     found = []
-    for group in spec.groups:
-        arrays = group.ring.arrays(spec.fold_length) if group.ring is not None and spec.is_deferred else ()
-        slots = group.num_layers, spec.max_num_seqs
+    for group in align.groups:
+        arrays = group.ring.arrays(align.fold_length) if group.ring is not None and align.is_deferred else ()
+        slots = group.num_layers, align.max_num_seqs
         found.append([jax.ShapeDtypeStruct((*slots, *shape), jnp.dtype(dtype)) for shape, dtype in arrays])
     return found
 
@@ -47,11 +47,11 @@ def _zeros(shapes: Sequence[Sequence[Any]], shardings: Sequence[Sequence[Any]]) 
     return tuple(tuple(map(make, *group)) for group in zip(shapes, shardings, strict=True))
 
 
-def _new_rings(name: str, spec: AlignConfig, sharding: Any) -> tuple[tuple[jax.Array, ...], ...] | None:
+def _new_rings(name: str, align: AlignConfig, sharding: Any) -> tuple[tuple[jax.Array, ...], ...] | None:
     """Returns rings of zeros, or None unless the policy is "deferred"."""
-    if not spec.is_deferred:
+    if not align.is_deferred:
         return None
-    shapes = _ring_shapes(spec)
+    shapes = _ring_shapes(align)
     if not isinstance(sharding, StatePool):
         return _zeros(shapes, [[sharding] * len(group) for group in shapes])
     if sharding.rings is None:
@@ -90,88 +90,91 @@ class StatePool:
 
     @classmethod
     def create(
-        cls, spec: AlignConfig, num_blocks: int, sharding: "jax.sharding.Sharding | StatePool | None" = None
+        cls, align: AlignConfig, num_blocks: int, sharding: "jax.sharding.Sharding | StatePool | None" = None
     ) -> "StatePool":
         """Creates a pool of zeros.
 
         Args:
-            spec: How states are kept.
+            align: How states are kept.
             num_blocks: Blocks in each group, NULL_BLOCK included.
             sharding: One sharding for all arrays, or one for each, as `sharding.pool_sharding` returns them.
 
         Raises:
             ValueError: `num_blocks` is too small for one request, or `sharding` has none for the rings of policy "deferred".
         """
-        values.instance("StatePool.create: spec", spec, AlignConfig)
+        values.instance("StatePool.create: align", align, AlignConfig)
         values.instance("StatePool.create: sharding", sharding, jax.sharding.Sharding, StatePool, optional=True)
         num_blocks = values.integer("StatePool.create: num_blocks", num_blocks)
-        minimum = 1 + spec.blocks_per_request(max_chunk=0)
+        minimum = 1 + align.blocks_per_request(max_chunk=0)
         if num_blocks < minimum:
             raise ValueError(
                 f"StatePool.create: num_blocks must be at least {minimum} for one request, got {num_blocks}"
             )
-        shapes = _shapes(spec, num_blocks)
+        shapes = _shapes(align, num_blocks)
         each = sharding.states if isinstance(sharding, StatePool) else [[sharding] * len(group) for group in shapes]
         states = _zeros(shapes, each)
-        return cls(states=states, rings=_new_rings("StatePool.create: sharding", spec, sharding))
+        return cls(states=states, rings=_new_rings("StatePool.create: sharding", align, sharding))
 
     @classmethod
     def from_arrays(
         cls,
-        spec: AlignConfig,
+        align: AlignConfig,
         states: Sequence[Sequence[jax.Array]],
         sharding: "jax.sharding.Sharding | StatePool | None" = None,
     ) -> "StatePool":
         """Makes a pool of the caller's own arrays. Rings are new ones.
 
         Args:
-            spec: How states are kept.
-            states: The arrays, in the order of `spec.groups` and their states.
+            align: How states are kept.
+            states: The arrays, in the order of `align.groups` and their states.
             sharding: One sharding for all rings, or one for each, as `sharding.pool_sharding` returns them. None puts
                 them on the device of the states.
 
         Raises:
-            ValueError: An array does not have the shape or dtype that `spec` gives it, or the states are on several
+            ValueError: An array does not have the shape or dtype that `align` gives it, or the states are on several
                 devices, and `sharding` does not say where the rings of policy "deferred" are to be.
         """
-        values.instance("StatePool.from_arrays: spec", spec, AlignConfig)
+        values.instance("StatePool.from_arrays: align", align, AlignConfig)
         values.instance("StatePool.from_arrays: sharding", sharding, jax.sharding.Sharding, StatePool, optional=True)
         name = "StatePool.from_arrays: states"
         states = [_arrays(name, group) for group in values.members(name, states)]
-        if [len(group) for group in states] != [len(group.states) for group in spec.groups]:
+        if [len(group) for group in states] != [len(group.states) for group in align.groups]:
             raise ValueError(
-                f"StatePool.from_arrays: states must have {[len(g.states) for g in spec.groups]} arrays per group, "
+                f"StatePool.from_arrays: states must have {[len(g.states) for g in align.groups]} arrays per group, "
                 f"got {[len(g) for g in states]}"
             )
-        for number, (group, arrays) in enumerate(zip(spec.groups, states, strict=True)):
-            for wanted, array in zip(_shapes(spec, arrays[0].shape[1])[number], arrays, strict=True):
+        for number, (group, arrays) in enumerate(zip(align.groups, states, strict=True)):
+            for wanted, array in zip(_shapes(align, arrays[0].shape[1])[number], arrays, strict=True):
                 if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
                     raise ValueError(
                         f"StatePool.from_arrays: arrays of group {group.name!r} must be "
                         f"{wanted.dtype}{list(wanted.shape)}, got {array.dtype}{list(array.shape)}"
                     )
-        if sharding is None and spec.is_deferred:
+        if sharding is None and align.is_deferred:
             sharding = _only_sharding(states[0][0])
-        rings = _new_rings("StatePool.from_arrays: sharding", spec, sharding)
+        rings = _new_rings("StatePool.from_arrays: sharding", align, sharding)
         return cls(states=tuple(map(tuple, states)), rings=rings)
 
-    def check(self, spec: AlignConfig) -> None:
-        """Raises ValueError if the pool was made for another spec. A device of several may have a part of the channels."""
-        wanted = _shapes(spec, 1)
+    def check(self, align: AlignConfig) -> None:
+        """Raises ValueError if the pool was made for another AlignConfig.
+
+        One of several devices may have a part of the channels.
+        """
+        wanted = _shapes(align, 1)
         fits = list(map(len, self.states)) == list(map(len, wanted)) and all(
             _uncut(array, kind) == _uncut(other, kind)
-            for group, arrays, others in zip(spec.groups, self.states, wanted, strict=True)
+            for group, arrays, others in zip(align.groups, self.states, wanted, strict=True)
             for kind, array, other in zip(group.states, arrays, others, strict=True)
         )
         show = lambda groups: [[f"{array.dtype}{list(array.shape)}" for array in group] for group in groups]
         if not fits:
             raise ValueError(
-                f"StatePool: states must be made for this spec, {show(wanted)} with any number of blocks, "
+                f"StatePool: states must be made for this AlignConfig, {show(wanted)} with any number of blocks, "
                 f"got {show(self.states)}"
             )
-        if (self.rings is not None) != spec.is_deferred:
+        if (self.rings is not None) != align.is_deferred:
             has = "no rings" if self.rings is None else "rings"
-            raise ValueError(f"StatePool: rings must be those of policy {spec.policy!r}, got a pool with {has}")
+            raise ValueError(f"StatePool: rings must be those of policy {align.policy!r}, got a pool with {has}")
 
     @property
     def num_blocks(self) -> int:

@@ -18,7 +18,7 @@ Arrays = tuple[jax.Array, ...]
 
 
 def fold(
-    spec: AlignConfig,
+    align: AlignConfig,
     pool: StatePool,
     slot: jax.Array,
     base: jax.Array,
@@ -28,7 +28,7 @@ def fold(
     implementation: Implementation | None,
 ) -> StatePool:
     """Runs the op without tokens in every layer: the rows that have a `block` fold."""
-    for number, group in enumerate(spec.groups):
+    for number, group in enumerate(align.groups):
         if group.ring is None:
             continue
         index = next(i for i, kind in enumerate(group.states) if isinstance(kind, RecurrentState))
@@ -38,7 +38,7 @@ def fold(
             num_computed_tokens=position,
             read=read[number],
             fold=Fold(slot=slot, base=base, block=block[number]),
-            max_query_tokens=spec.window,
+            max_query_tokens=align.window,
         )
         one = functools.partial(_FOLDS[type(group.ring)], group.ring, rows, Run(implementation=implementation))
         states[index], *ring = jax.lax.fori_loop(0, group.num_layers, one, arrays)

@@ -34,21 +34,21 @@ class AlignState:
     state_pos: jax.Array | None = None
 
     @classmethod
-    def create(cls, spec: AlignConfig) -> "AlignState":
+    def create(cls, align: AlignConfig) -> "AlignState":
         """Creates the state in which no slot has computed any token."""
-        values.instance("AlignState: spec", spec, AlignConfig)
-        fill = lambda value: jnp.full((spec.max_num_seqs,), value, jnp.int32)
-        base = fill(0) if spec.is_deferred else None
+        values.instance("AlignState: align", align, AlignConfig)
+        fill = lambda value: jnp.full((align.max_num_seqs,), value, jnp.int32)
+        base = fill(0) if align.is_deferred else None
         return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), running_column=fill(-1), state_pos=base)
 
-    def check(self, spec: AlignConfig) -> None:
-        """Raises ValueError if the state was made for a spec that has another policy or number of slots."""
+    def check(self, align: AlignConfig) -> None:
+        """Raises ValueError if the state was made for an AlignConfig that has another policy or number of slots."""
         slots = self.num_computed_tokens.shape[0]
-        if slots != spec.max_num_seqs:
-            raise ValueError(f"AlignState: slots must be max_num_seqs = {spec.max_num_seqs}, got {slots}")
-        if spec.is_deferred != (self.state_pos is not None):
+        if slots != align.max_num_seqs:
+            raise ValueError(f"AlignState: slots must be max_num_seqs = {align.max_num_seqs}, got {slots}")
+        if align.is_deferred != (self.state_pos is not None):
             made = "'deferred'" if self.state_pos is not None else "'copy_free' or 'pre_copy'"
-            raise ValueError(f"AlignState: policy must be the one it was made for, {made}, got {spec.policy!r}")
+            raise ValueError(f"AlignState: policy must be the one it was made for, {made}, got {align.policy!r}")
 
 
 def check_entries(
@@ -99,7 +99,7 @@ class Additions:
     @classmethod
     def from_host(
         cls,
-        spec: AlignConfig,
+        align: AlignConfig,
         bucket: int,
         slots: Sequence[int],
         num_computed_tokens: Sequence[int],
@@ -108,7 +108,7 @@ class Additions:
         """Checks the entries and pads them to `bucket`.
 
         Args:
-            spec: The configuration.
+            align: The configuration.
             bucket: Entries of the result.
             slots: The slot of each request, all distinct.
             num_computed_tokens: Tokens from whose state each request continues. 0 for none. Their recurrent states, and
@@ -120,14 +120,14 @@ class Additions:
         Raises:
             ValueError: An entry is wrong. The text names it.
         """
-        values.instance("Additions: spec", spec, AlignConfig)
+        values.instance("Additions: align", align, AlignConfig)
         bucket = values.integer("Additions: bucket", bucket, 0)
         slots = values.integers("Additions: slots", slots, -values.INT32_MAX)
         num_computed_tokens = values.integers("Additions: num_computed_tokens", num_computed_tokens, -values.INT32_MAX)
-        check_entries("Additions", bucket, slots, num_computed_tokens, spec.max_num_seqs, spec.max_model_len)
+        check_entries("Additions", bucket, slots, num_computed_tokens, align.max_num_seqs, align.max_model_len)
         padded = np.full((3, bucket), -1, np.int32)
         computed = np.asarray(num_computed_tokens, np.int32)
-        padded[:, : len(slots)] = slots, computed, column_of(computed, spec.state_block_size)
+        padded[:, : len(slots)] = slots, computed, column_of(computed, align.state_block_size)
         slot, computed, column = map(put, padded)
         return cls(slot=slot, num_computed_tokens=computed, running_column=column)
 

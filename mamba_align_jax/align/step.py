@@ -107,14 +107,14 @@ def _set_live(array: jax.Array, batch: StepBatch, live: jax.Array, values: jax.A
 
 
 def begin_step(
-    spec: AlignConfig, state: AlignState, batch: StepBatch, tables: BlockTables
+    align: AlignConfig, state: AlignState, batch: StepBatch, tables: BlockTables
 ) -> tuple[AlignState, StepIndices]:
     """Finds where each row reads and writes, and advances the running columns.
 
     It computes only on int32 vectors, in a few launches, whatever the number of layers.
 
     Args:
-        spec: The configuration. Static.
+        align: The configuration. Static.
         state: The counts of the slots. A jitted caller may donate it.
         batch: The rows.
         tables: Must have a block in each column that the step may read or write.
@@ -123,23 +123,23 @@ def begin_step(
         The state with the new running columns, and where each row reads and writes.
 
     Raises:
-        ValueError: An argument is something else, the tables do not have the groups and slots of `spec`, or have too few
+        ValueError: An argument is something else, the tables do not have the groups and slots of `align`, or have too few
             columns, or `state` was made for another policy or number of slots.
     """
     values.instances("begin_step", state=(state, AlignState), batch=(batch, StepBatch), tables=(tables, BlockTables))
-    tables.check(spec)
-    state.check(spec)
-    size = spec.state_block_size
+    tables.check(align)
+    state.check(align)
+    size = align.state_block_size
     live, slot = _live(batch), jnp.maximum(batch.idx_mapping, 0)
     computed = jnp.where(live, state.num_computed_tokens[slot], 0)
     accepted = state.num_accepted_tokens[slot]
     old = jnp.where(live, state.running_column[slot], -1)
     current = running_column(computed, batch.num_tokens, size)
 
-    places = POLICIES[spec.policy](old, accepted, current)
+    places = POLICIES[align.policy](old, accepted, current)
     started = live & (old >= 0)
     lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
-    window = current[:, None] + jnp.arange(spec.window, dtype=jnp.int32)[None]
+    window = current[:, None] + jnp.arange(align.window, dtype=jnp.int32)[None]
     migration = None
     if places.migration is not None:
         moves = places.migration
@@ -160,8 +160,8 @@ def begin_step(
         running_column=current,
         migration=migration,
     )
-    if spec.is_deferred:
-        return _begin_deferred(spec, state, batch, tables, indices)
+    if align.is_deferred:
+        return _begin_deferred(align, state, batch, tables, indices)
     # The barrier lets the state be overwritten only after everything was read from it. Otherwise XLA may copy it first.
     read = computed, current, indices.recurrent_read, indices.conv_read, indices.window_row
     state, _ = jax.lax.optimization_barrier((state, read))
@@ -169,12 +169,12 @@ def begin_step(
 
 
 def _begin_deferred(
-    spec: AlignConfig, state: AlignState, batch: StepBatch, tables: BlockTables, indices: StepIndices
+    align: AlignConfig, state: AlignState, batch: StepBatch, tables: BlockTables, indices: StepIndices
 ) -> tuple[AlignState, StepIndices]:
     """Completes `begin_step` for policy "deferred". `indices` already says where the convolution windows are."""
     live, current, write, window_row = _live(batch), indices.running_column, indices.write, indices.window_row
     computed, conv_read = indices.num_computed_tokens, indices.conv_read
-    read, folds, base = plan_folds(spec, state, batch, tables, live, computed, current, conv_read)
+    read, folds, base = plan_folds(align, state, batch, tables, live, computed, current, conv_read)
     write = jnp.where(jnp.arange(write.shape[-1], dtype=jnp.int32) == 0, write, NULL_BLOCK)
     if folds.windows is not None:
         # `migrate` writes the boundaries before chunks, which find their own window where it is then.
@@ -188,13 +188,13 @@ def _begin_deferred(
 
 
 def copy_states(
-    spec: AlignConfig, pool: StatePool, plan: CopyPlan | None, *, implementation: Implementation | None = None
+    align: AlignConfig, pool: StatePool, plan: CopyPlan | None, *, implementation: Implementation | None = None
 ) -> StatePool:
     """Makes the copies of `plan`, if there are any, in every array of the pool. A jitted caller may donate `pool`."""
     if plan is None:
         return pool
     run = Run(implementation=implementation)
-    for g, group in enumerate(spec.groups):
+    for g, group in enumerate(align.groups):
         arrays = [
             state_copy(*(array, plan.conv_source[g], plan.destination[g], plan.window_row), layout=kind.layout, run=run)
             if isinstance(kind, ConvState)
@@ -206,7 +206,7 @@ def copy_states(
 
 
 def migrate(
-    spec: AlignConfig, pool: StatePool, indices: StepIndices, *, implementation: Implementation | None = None
+    align: AlignConfig, pool: StatePool, indices: StepIndices, *, implementation: Implementation | None = None
 ) -> StatePool:
     """Copies states to the new running column before any layer reads. Does nothing under policy "copy_free".
 
@@ -214,17 +214,17 @@ def migrate(
     never follow verify rows may leave it out.
 
     Raises:
-        ValueError: An argument is something else, or `pool` was made for another spec.
+        ValueError: An argument is something else, or `pool` was made for another AlignConfig.
     """
     values.instances("migrate", pool=(pool, StatePool), indices=(indices, StepIndices))
-    pool.check(spec)
+    pool.check(align)
     if indices.folds is not None:
-        return settle(spec, pool, indices.folds, implementation=implementation)
-    return copy_states(spec, pool, indices.migration, implementation=implementation)
+        return settle(align, pool, indices.folds, implementation=implementation)
+    return copy_states(align, pool, indices.migration, implementation=implementation)
 
 
 def plan_saves(
-    spec: AlignConfig,
+    align: AlignConfig,
     tables: BlockTables,
     slot: jax.Array,
     live: jax.Array,
@@ -235,7 +235,7 @@ def plan_saves(
     """Plans the copies that save the boundaries which rows passed.
 
     Args:
-        spec: The configuration.
+        align: The configuration.
         tables: The block tables.
         slot: The slot of each row. int32 [rows].
         live: True for the rows that take part. bool [rows].
@@ -246,7 +246,7 @@ def plan_saves(
     Returns:
         The copies, and the accepted counts after them, int32 [rows].
     """
-    save = boundary_save(certain, tokens_after(certain, accepted), spec.state_block_size)
+    save = boundary_save(certain, tokens_after(certain, accepted), align.state_block_size)
     passed = live & save.passed
     lookup = lambda column: jnp.where(passed, tables.lookup(slot, column), NULL_BLOCK)
     plan = CopyPlan(
@@ -270,7 +270,7 @@ def _of_rows(num_sampled: jax.Array | int | None, shape: tuple[int, ...]) -> jax
 
 
 def plan_finish(
-    spec: AlignConfig,
+    align: AlignConfig,
     state: AlignState,
     batch: StepBatch,
     indices: StepIndices,
@@ -285,8 +285,8 @@ def plan_finish(
     certain = certain_tokens(indices.num_computed_tokens, batch.num_tokens, drafts)
     plan, computed = None, tokens_after(certain, accepted)
     # Under policy "deferred" the step after the boundary keeps it.
-    if spec.passes_boundaries and not spec.is_deferred and num_sampled is not None:
-        plan, accepted = plan_saves(spec, tables, slot, live, indices.running_column, certain, accepted)
+    if align.passes_boundaries and not align.is_deferred and num_sampled is not None:
+        plan, accepted = plan_saves(align, tables, slot, live, indices.running_column, certain, accepted)
     return replace(
         state,
         num_computed_tokens=_set_live(state.num_computed_tokens, batch, live, computed),
@@ -295,7 +295,7 @@ def plan_finish(
 
 
 def finish_step(
-    spec: AlignConfig,
+    align: AlignConfig,
     state: AlignState,
     pool: StatePool,
     batch: StepBatch,
@@ -310,7 +310,7 @@ def finish_step(
     Under policy "deferred" it saves nothing: the next step of the row folds the boundary and writes its window.
 
     Args:
-        spec: The configuration. Static.
+        align: The configuration. Static.
         state: What `begin_step` returned. A jitted caller may donate it.
         pool: What the model returned. A jitted caller may donate it.
         batch: The step's rows.
@@ -326,10 +326,10 @@ def finish_step(
         The state and the pool for the next step. Padding rows and rows without tokens change nothing.
 
     Raises:
-        ValueError: An argument is something else, `pool` was made for another spec, or its arrays changed places.
+        ValueError: An argument is something else, `pool` was made for another AlignConfig, or its arrays changed places.
     """
     given = dict(state=(state, AlignState), pool=(pool, StatePool), batch=(batch, StepBatch))
     values.instances("finish_step", **given, indices=(indices, StepIndices), tables=(tables, BlockTables))
-    pool.check(spec)
-    state, plan = plan_finish(spec, state, batch, indices, num_sampled, tables)
-    return state, copy_states(spec, pool, plan, implementation=implementation)
+    pool.check(align)
+    state, plan = plan_finish(align, state, batch, indices, num_sampled, tables)
+    return state, copy_states(align, pool, plan, implementation=implementation)

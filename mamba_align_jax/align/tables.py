@@ -25,15 +25,15 @@ class BlockTables:
     blocks: jax.Array
 
     @classmethod
-    def create(cls, spec: AlignConfig) -> "BlockTables":
+    def create(cls, align: AlignConfig) -> "BlockTables":
         """Creates tables in which every entry is NULL_BLOCK."""
-        values.instance("BlockTables: spec", spec, AlignConfig)
-        shape = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
+        values.instance("BlockTables: align", align, AlignConfig)
+        shape = (len(align.groups), align.max_num_seqs, align.num_columns)
         return cls(blocks=jnp.full(shape, NULL_BLOCK, jnp.int32))
 
-    def check(self, spec: AlignConfig) -> None:
-        """Raises ValueError unless the tables have the groups and slots of `spec`, and at least its columns."""
-        wanted = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
+    def check(self, align: AlignConfig) -> None:
+        """Raises ValueError unless the tables have the groups and slots of `align`, and at least its columns."""
+        wanted = (len(align.groups), align.max_num_seqs, align.num_columns)
         if self.blocks.ndim != 3 or self.blocks.shape[:2] != wanted[:2] or self.blocks.shape[2] < wanted[2]:
             raise ValueError(
                 f"BlockTables: blocks must be [groups, slots, columns] = {list(wanted)}, or more columns, "
@@ -66,7 +66,7 @@ class TableUpdates:
     @classmethod
     def from_host(
         cls,
-        spec: AlignConfig,
+        align: AlignConfig,
         bucket: int,
         entries: Sequence[tuple[int, ...]],
         put: Put = jax.device_put,
@@ -74,7 +74,7 @@ class TableUpdates:
         """Checks (group, slot, column, block) entries and pads them to `bucket`.
 
         Args:
-            spec: The configuration.
+            align: The configuration.
             bucket: Entries of the result.
             entries: May repeat an entry, but not give two blocks to one place.
             put: See `StepBatch.from_host`.
@@ -83,12 +83,12 @@ class TableUpdates:
             ValueError: There are more than `bucket` entries, an entry is out of range, or two entries give different
                 blocks to one place.
         """
-        values.instance("TableUpdates: spec", spec, AlignConfig)
+        values.instance("TableUpdates: align", align, AlignConfig)
         bucket = values.integer("TableUpdates: bucket", bucket, 0)
         entries = values.rows("TableUpdates: entries", entries, 4)
         if len(entries) > bucket:
             raise ValueError(f"TableUpdates: entries must be at most bucket = {bucket}, got {len(entries)}")
-        limits = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
+        limits = (len(align.groups), align.max_num_seqs, align.num_columns)
         blocks: dict[tuple[int, ...], int] = {}
         for number, (*place, block) in enumerate(entries):
             if any(not 0 <= x < limit for x, limit in zip(place, limits, strict=True)) or block < 0:

@@ -93,7 +93,7 @@ class Conversation:
     def _longest(self) -> int:
         """The number of tokens of the longest conversation, for which the pools have room."""
         engine = self._engine
-        return engine.sizes.longest_sequence(engine.spec.max_model_len, engine.config.kv_page_size)
+        return engine.sizes.longest_sequence(engine.align.max_model_len, engine.config.kv_page_size)
 
     @property
     def cached(self) -> str:

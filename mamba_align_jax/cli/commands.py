@@ -220,8 +220,8 @@ def _info(options: argparse.Namespace) -> int:
     config = EngineConfig(prefix_cache=options.prefix_cache, block_size=options.block_size)
     model = outline_model(options.model)
     weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(model)))
-    spec = align_config(config, model)
-    sizes = pool_sizes(spec, config, model, weight_bytes=weight_bytes)
+    align = align_config(config, model)
+    sizes = pool_sizes(align, config, model, weight_bytes=weight_bytes)
     ends = model.config.eos_token_id
     sampling = read_sampling_defaults(options.model) if (options.model / "generation_config.json").is_file() else {}
     table = Table(show_header=False)
@@ -231,13 +231,13 @@ def _info(options: argparse.Namespace) -> int:
         ("end tokens", "none" if ends is None else ", ".join(map(str, ends if isinstance(ends, tuple) else [ends]))),
         ("sampling defaults", ", ".join(f"{name} {value}" for name, value in sampling.items()) or "none"),
         ("layers", ", ".join(f"{len(mixers)} {kind}" for kind, mixers in model.mixers().items())),
-        ("tokens per state block", spec.block_size),
-        ("state bytes per block", f"{spec.bytes_per_block:,}"),
-        ("blocks per running request", spec.blocks_per_request(max_chunk=config.max_num_batched_tokens)),
+        ("tokens per state block", align.block_size),
+        ("state bytes per block", f"{align.bytes_per_block:,}"),
+        ("blocks per running request", align.blocks_per_request(max_chunk=config.max_num_batched_tokens)),
         ("state blocks that fit", f"{sizes.state_blocks - 1:,}"),
         ("KV bytes per page", f"{sizes.kv_page_bytes:,} ({config.kv_page_size} tokens)"),
         ("KV pages that fit", f"{sizes.kv_pages - 1:,}"),
-        ("longest sequence", spec.max_model_len),
+        ("longest sequence", align.max_model_len),
     ):
         table.add_row(name, str(value))
     _CONSOLE.print(table)

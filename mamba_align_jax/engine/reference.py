@@ -26,14 +26,16 @@ from mamba_align_jax.metadata.step_inputs import step_inputs
 _PAGE = 64
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "spec"))
-def _whole(params: nnx.State, tokens: jax.Array, batch: StepBatch, graph: nnx.GraphDef, spec: AlignConfig) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("graph", "align"))
+def _whole(
+    params: nnx.State, tokens: jax.Array, batch: StepBatch, graph: nnx.GraphDef, align: AlignConfig
+) -> jax.Array:
     model = nnx.merge(graph, params)
     num_tokens = tokens.shape[0]
     pages = num_tokens // _PAGE
     kv = KVPages.create(model.kv_spec(), 1 + pages, _PAGE)
-    tables = BlockTables(blocks=jnp.ones((1, 1, spec.num_columns), jnp.int32))
-    _, indices = begin_step(spec, AlignState.create(spec), batch, tables)
+    tables = BlockTables(blocks=jnp.ones((1, 1, align.num_columns), jnp.int32))
+    _, indices = begin_step(align, AlignState.create(align), batch, tables)
     step = step_inputs(
         batch,
         indices,
@@ -44,7 +46,7 @@ def _whole(params: nnx.State, tokens: jax.Array, batch: StepBatch, graph: nnx.Gr
         page_size=_PAGE,
         num_pages=1 + pages,
     )
-    hidden, _, _ = model(tokens, step, StatePool.create(spec, 2), kv)
+    hidden, _, _ = model(tokens, step, StatePool.create(align, 2), kv)
     return model.logits(hidden)
 
 
@@ -89,11 +91,11 @@ class Reference:
         """Returns the model's logits after each token, float32 [tokens, vocab]."""
         # Powers of two: few lengths to compile, and each holds whole pages.
         size = max(256, 1 << (len(tokens) - 1).bit_length())
-        spec = AlignConfig(groups=self._groups, block_size=size, max_num_seqs=1, max_model_len=size, mode="none")
-        batch = StepBatch.from_host(spec, 1, [0], [0, len(tokens)], [-1])
+        align = AlignConfig(groups=self._groups, block_size=size, max_num_seqs=1, max_model_len=size, mode="none")
+        batch = StepBatch.from_host(align, 1, [0], [0, len(tokens)], [-1])
         padded = np.zeros(size, np.int32)
         padded[: len(tokens)] = tokens
-        return np.asarray(_whole(self._params, jnp.asarray(padded), batch, self._graph, spec))[: len(tokens)]
+        return np.asarray(_whole(self._params, jnp.asarray(padded), batch, self._graph, align))[: len(tokens)]
 
     def tau(self, logits: np.ndarray) -> float:
         """Returns how far below the best logit the logit of a right token may lie.

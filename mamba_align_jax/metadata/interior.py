@@ -32,14 +32,14 @@ class InteriorBoundaries:
 
 
 def interior_boundaries(
-    spec: AlignConfig, batch: StepBatch, indices: StepIndices, tables: BlockTables, max_tokens: int
+    align: AlignConfig, batch: StepBatch, indices: StepIndices, tables: BlockTables, max_tokens: int
 ) -> InteriorBoundaries | None:
     """Finds the boundaries inside the rows of a step, for `step_inputs`, `LayerStep.create` and `split_rows`.
 
     It can be called inside a jitted step. Verify rows have entries as well, which are not used.
 
     Args:
-        spec: The configuration. Static.
+        align: The configuration. Static.
         batch: The step's rows.
         indices: The result of `begin_step`.
         tables: The step's tables. They have a block in each column that a prefill row passes.
@@ -48,9 +48,9 @@ def interior_boundaries(
     Returns:
         The boundaries. None if the mode is not "all", or if there are no prefill tokens: then nothing is kept.
     """
-    if spec.mode != "all" or max_tokens <= 0:
+    if align.mode != "all" or max_tokens <= 0:
         return None
-    size = spec.block_size
+    size = align.block_size
     offset, column = interior_checkpoints(
         indices.num_computed_tokens, batch.num_tokens, size, (max_tokens + size - 2) // size
     )

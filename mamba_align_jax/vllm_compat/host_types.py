@@ -78,10 +78,10 @@ class HostCopyPlan(NamedTuple):
     destination: np.ndarray
 
     @classmethod
-    def empty(cls, spec: AlignConfig) -> "HostCopyPlan":
+    def empty(cls, align: AlignConfig) -> "HostCopyPlan":
         """Creates a plan without copies."""
-        blocks = lambda: np.full((len(spec.groups), spec.max_num_seqs), NULL_BLOCK, np.int32)
-        return cls(blocks(), blocks(), np.zeros(spec.max_num_seqs, np.int32), blocks())
+        blocks = lambda: np.full((len(align.groups), align.max_num_seqs), NULL_BLOCK, np.int32)
+        return cls(blocks(), blocks(), np.zeros(align.max_num_seqs, np.int32), blocks())
 
     @property
     def is_empty(self) -> bool:

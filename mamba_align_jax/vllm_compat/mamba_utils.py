@@ -5,11 +5,11 @@ of the device path. Where vLLM passes pointers, these functions return plans of 
 carries out. Nothing here imports JAX. A step consists of:
 
     accepted = counts.reorder(scheduler_output, batch.req_ids)
-    plan, accepted = preprocess_mamba(spec, scheduler_output, batch, state_idx, accepted)
-    pool = do_mamba_copy_block(spec, pool, plan)
-    indices = gather_state_indices(spec, batch, state_idx, accepted, bucket)   # for the model
-    plan, accepted = postprocess_mamba(spec, batch, state_idx, num_sampled)
-    pool = do_mamba_copy_block(spec, pool, plan)
+    plan, accepted = preprocess_mamba(align, scheduler_output, batch, state_idx, accepted)
+    pool = do_mamba_copy_block(align, pool, plan)
+    indices = gather_state_indices(align, batch, state_idx, accepted, bucket)   # for the model
+    plan, accepted = postprocess_mamba(align, batch, state_idx, num_sampled)
+    pool = do_mamba_copy_block(align, pool, plan)
     counts.expect(batch.req_ids, accepted)
 
 To avoid waiting for the sampled tokens, call `staging.postprocess_mamba_align_gpu` in place of the two lines before the
@@ -49,15 +49,15 @@ class _RequestRow(NamedTuple):
     def certain(self) -> int:
         return certain_tokens(self.computed, self.scheduled, max(self.drafts, 0))
 
-    def running_column(self, spec: AlignConfig) -> int:
-        return running_column(self.computed, self.scheduled, spec.state_block_size)
+    def running_column(self, align: AlignConfig) -> int:
+        return running_column(self.computed, self.scheduled, align.state_block_size)
 
 
-def _rows(function: str, spec: AlignConfig, batch: InputBatch) -> list[_RequestRow]:
+def _rows(function: str, align: AlignConfig, batch: InputBatch) -> list[_RequestRow]:
     """Checks the batch and returns its rows."""
     count = len(batch.req_ids)
-    if count > spec.max_num_seqs:
-        raise ValueError(f"{function}: req_ids must be at most max_num_seqs = {spec.max_num_seqs}, got {count}")
+    if count > align.max_num_seqs:
+        raise ValueError(f"{function}: req_ids must be at most max_num_seqs = {align.max_num_seqs}, got {count}")
     lengths = {
         name: len(getattr(batch, name)) for name in ("num_computed_tokens", "num_scheduled_tokens", "num_draft_tokens")
     }
@@ -65,8 +65,8 @@ def _rows(function: str, spec: AlignConfig, batch: InputBatch) -> list[_RequestR
     for name, length in lengths.items():
         if length != count:
             raise ValueError(f"{function}: {name} must describe {count} rows, got {length}")
-    if len(batch.block_rows) != len(spec.groups):
-        raise ValueError(f"{function}: block_rows must have {len(spec.groups)} groups, got {len(batch.block_rows)}")
+    if len(batch.block_rows) != len(align.groups):
+        raise ValueError(f"{function}: block_rows must have {len(align.groups)} groups, got {len(batch.block_rows)}")
     rows, seen = [], set()
     counts = zip(batch.num_computed_tokens, batch.num_scheduled_tokens, batch.num_draft_tokens, strict=True)
     for index, (req_id, row) in enumerate(zip(batch.req_ids, counts, strict=True)):
@@ -74,12 +74,12 @@ def _rows(function: str, spec: AlignConfig, batch: InputBatch) -> list[_RequestR
         problem = None
         if req_id in seen:
             problem = "is in the batch twice"
-        elif computed < 0 or scheduled < 0 or computed + scheduled > spec.max_model_len:
+        elif computed < 0 or scheduled < 0 or computed + scheduled > align.max_model_len:
             problem = (
-                f"must have at most {spec.max_model_len} tokens, got {computed} computed and {scheduled} scheduled"
+                f"must have at most {align.max_model_len} tokens, got {computed} computed and {scheduled} scheduled"
             )
-        elif not -1 <= drafts <= spec.num_speculative_tokens:
-            problem = f"num_draft_tokens must be in [-1, {spec.num_speculative_tokens}], got {drafts}"
+        elif not -1 <= drafts <= align.num_speculative_tokens:
+            problem = f"num_draft_tokens must be in [-1, {align.num_speculative_tokens}], got {drafts}"
         elif drafts >= 0 and scheduled not in (0, 1 + drafts):
             problem = f"a verify row with {drafts} drafts must have {1 + drafts} tokens, got {scheduled}"
         if problem:
@@ -163,7 +163,7 @@ def collect_mamba_copy_meta(
 
 
 def preprocess_mamba(
-    spec: AlignConfig,
+    align: AlignConfig,
     scheduler_output: SchedulerOutput,
     input_batch: InputBatch,
     mamba_state_idx: MutableMapping[Hashable, int],
@@ -174,7 +174,7 @@ def preprocess_mamba(
     A request without a running column enters, with the tokens of its prefix hit, as if it had accepted one token.
 
     Args:
-        spec: The configuration, with mode "none" or "align" and policy "pre_copy".
+        align: The configuration, with mode "none" or "align" and policy "pre_copy".
         scheduler_output: The requests whose states were lost.
         input_batch: The step's rows.
         mamba_state_idx: The running columns. The lost requests are removed, and each row of the batch gets its new
@@ -189,33 +189,33 @@ def preprocess_mamba(
         ValueError: An argument or a row is wrong. The text names it, and nothing is changed.
     """
     name = "preprocess_mamba"
-    if spec.mode == "all" or spec.policy != "pre_copy":
+    if align.mode == "all" or align.policy != "pre_copy":
         raise ValueError(
-            f"{name}: spec must have mode 'none' or 'align' and policy 'pre_copy', "
-            f"got {spec.mode!r} and {spec.policy!r}"
+            f"{name}: align must have mode 'none' or 'align' and policy 'pre_copy', "
+            f"got {align.mode!r} and {align.policy!r}"
         )
-    rows = _rows(name, spec, input_batch)
+    rows = _rows(name, align, input_batch)
     accepted = _counts(name, "num_accepted_tokens", num_accepted_tokens, rows)
     state_idx = dict(mamba_state_idx)
     cleanup_mamba_state_idx(scheduler_output, state_idx)
-    plan = HostCopyPlan.empty(spec)
+    plan = HostCopyPlan.empty(align)
     for row in rows:
         if row.req_id not in state_idx:
-            if row.computed % spec.state_block_size:
+            if row.computed % align.state_block_size:
                 raise ValueError(
                     f"{name}: request {row.req_id!r} enters: num_computed_tokens must be a multiple of "
-                    f"{spec.state_block_size}, got {row.computed}"
+                    f"{align.state_block_size}, got {row.computed}"
                 )
-            state_idx[row.req_id] = column_of(row.computed, spec.state_block_size)
+            state_idx[row.req_id] = column_of(row.computed, align.state_block_size)
             accepted[row.index] = 1
-        if not 1 <= accepted[row.index] <= spec.window:
+        if not 1 <= accepted[row.index] <= align.window:
             raise ValueError(
-                f"{name}: request {row.req_id!r}: num_accepted_tokens must be in [1, {spec.window}], "
+                f"{name}: request {row.req_id!r}: num_accepted_tokens must be in [1, {align.window}], "
                 f"got {accepted[row.index]}"
             )
         if row.scheduled == 0:
             continue
-        current = row.running_column(spec)
+        current = row.running_column(align)
         places = pre_copy(state_idx[row.req_id], int(accepted[row.index]), current)
         moves = places.migration
         if moves is not None and moves.needed:
@@ -230,7 +230,7 @@ def preprocess_mamba(
 
 
 def gather_state_indices(
-    spec: AlignConfig,
+    align: AlignConfig,
     input_batch: InputBatch,
     mamba_state_idx: Mapping[Hashable, int],
     num_accepted_tokens: Sequence[int] | np.ndarray,
@@ -243,7 +243,7 @@ def gather_state_indices(
     column of the last computed token, where a prefill chunk left it.
 
     Args:
-        spec: The configuration, with any mode.
+        align: The configuration, with any mode.
         input_batch: The step's rows.
         mamba_state_idx: The running columns.
         num_accepted_tokens: What `preprocess_mamba` returned. In mode "all", what the last step accepted. int32 [rows].
@@ -253,23 +253,23 @@ def gather_state_indices(
         ValueError: An argument is wrong, a request has no running column, or a column has no block. The text names it.
     """
     name = "gather_state_indices"
-    rows = _rows(name, spec, input_batch)
+    rows = _rows(name, align, input_batch)
     if bucket < len(rows):
         raise ValueError(f"{name}: bucket must be at least {len(rows)} rows, got {bucket}")
     all_accepted = _counts(name, "num_accepted_tokens", num_accepted_tokens, rows)
-    groups = range(len(spec.groups))
+    groups = range(len(align.groups))
     zeros = lambda *shape: np.zeros(shape, np.int32)
     reads = zeros(len(groups), bucket), zeros(len(groups), bucket), zeros(bucket)
-    found = HostIndices(*reads, zeros(len(groups), bucket, spec.window), zeros(bucket), np.zeros(bucket, np.bool_))
+    found = HostIndices(*reads, zeros(len(groups), bucket, align.window), zeros(bucket), np.zeros(bucket, np.bool_))
     for row in rows:
         if row.scheduled == 0:
             continue
         old, accepted = mamba_state_idx.get(row.req_id), int(all_accepted[row.index])
-        if old is None and spec.mode == "all":
-            old, accepted = column_of(row.computed, spec.state_block_size), 1
+        if old is None and align.mode == "all":
+            old, accepted = column_of(row.computed, align.state_block_size), 1
         if old is None:
             raise missing_state_idx(name, row.req_id)
-        current = row.running_column(spec)
+        current = row.running_column(align)
         # All copies were made before, so each state is read where it is, as under policy "copy_free".
         places = copy_free(old, accepted, current)
         for group in groups:
@@ -277,7 +277,7 @@ def gather_state_indices(
             if row.computed > 0:
                 found.recurrent_read[group, row.index] = held(places.recurrent_column)
                 found.conv_read[group, row.index] = held(places.conv_column)
-            for t in range(spec.window):
+            for t in range(align.window):
                 needed = t <= max(row.drafts, 0)
                 column = current + t
                 block = held(column) if needed else _block(input_batch, group, row.index, column)
@@ -289,7 +289,7 @@ def gather_state_indices(
 
 
 def postprocess_mamba(
-    spec: AlignConfig,
+    align: AlignConfig,
     input_batch: InputBatch,
     mamba_state_idx: MutableMapping[Hashable, int],
     num_sampled: Sequence[int] | np.ndarray,
@@ -298,7 +298,7 @@ def postprocess_mamba(
     """Plans the copies that save the boundaries which rows passed. Call it when the sampled tokens are on the host.
 
     Args:
-        spec: The configuration, with any mode. Mode "all" copies nothing and calls `postprocess_mamba_all`.
+        align: The configuration, with any mode. Mode "all" copies nothing and calls `postprocess_mamba_all`.
         input_batch: The step's rows, as before the step.
         mamba_state_idx: The running columns of the step. They are changed in mode "all" only.
         num_sampled: How many tokens each row sampled: its accepted drafts and the bonus token, or 0 for a chunk inside
@@ -314,9 +314,9 @@ def postprocess_mamba(
         ValueError: An argument or a row is wrong, or a column has no block. The text names it, and nothing is changed.
     """
     name = "postprocess_mamba"
-    rows = _rows(name, spec, input_batch)
+    rows = _rows(name, align, input_batch)
     sampled = _counts(name, "num_sampled", num_sampled, rows)
-    plan, accepted = HostCopyPlan.empty(spec), np.zeros(len(rows), np.int32)
+    plan, accepted = HostCopyPlan.empty(align), np.zeros(len(rows), np.int32)
     for row in rows:
         if row.scheduled == 0:
             continue
@@ -326,22 +326,22 @@ def postprocess_mamba(
                 f"{name}: request {row.req_id!r}: num_sampled must be in [0, {max_sampled}], got {sampled[row.index]}"
             )
         count = accepted[row.index] = max(int(sampled[row.index]), 1)
-        if spec.mode == "all":
+        if align.mode == "all":
             continue
-        column = row.running_column(spec)
+        column = row.running_column(align)
         if mamba_state_idx.get(row.req_id) != column:
             raise missing_state_idx(name, row.req_id)
-        save = boundary_save(row.certain, tokens_after(row.certain, count), spec.state_block_size)
+        save = boundary_save(row.certain, tokens_after(row.certain, count), align.state_block_size)
         if save.passed:
             collect_mamba_copy_meta(plan, input_batch, row.index, column, save.target, save.offset)
         accepted[row.index] = accepted_after_save(count, save.passed, save.target, column)
-    if spec.mode == "all":
-        postprocess_mamba_all(spec, input_batch, mamba_state_idx, num_published_tokens)
+    if align.mode == "all":
+        postprocess_mamba_all(align, input_batch, mamba_state_idx, num_published_tokens)
     return plan, accepted
 
 
 def postprocess_mamba_all(
-    spec: AlignConfig,
+    align: AlignConfig,
     input_batch: InputBatch,
     mamba_state_idx: MutableMapping[Hashable, int],
     num_published_tokens: Sequence[int] | None = None,
@@ -353,7 +353,7 @@ def postprocess_mamba_all(
     contain only the boundaries of prefill chunks. If K is 0, nothing is recorded.
 
     Args:
-        spec: The configuration, with mode "all".
+        align: The configuration, with mode "all".
         input_batch: The step's rows, as before the step.
         mamba_state_idx: The running columns. Verify rows get theirs. Other rows with tokens lose theirs.
         num_published_tokens: The longest boundary of each row that this step publishes to the prefix cache, in tokens,
@@ -364,19 +364,19 @@ def postprocess_mamba_all(
             nothing is changed.
     """
     name = "postprocess_mamba_all"
-    if spec.mode != "all":
-        raise ValueError(f"{name}: mode must be 'all', got {spec.mode!r}")
-    rows = _rows(name, spec, input_batch)
+    if align.mode != "all":
+        raise ValueError(f"{name}: mode must be 'all', got {align.mode!r}")
+    rows = _rows(name, align, input_batch)
     published = [0] * len(rows) if num_published_tokens is None else num_published_tokens
     if len(published) != len(rows):
         raise ValueError(f"{name}: num_published_tokens must describe {len(rows)} rows, got {len(published)}")
-    if spec.num_speculative_tokens == 0:
+    if align.num_speculative_tokens == 0:
         return
     live = [row for row in rows if row.scheduled > 0]
     for row in live:
-        if row.drafts >= 0 and row.scheduled != spec.window:
+        if row.drafts >= 0 and row.scheduled != align.window:
             raise ValueError(
-                f"{name}: request {row.req_id!r}: a verify row must have {spec.window} tokens, got {row.scheduled}"
+                f"{name}: request {row.req_id!r}: a verify row must have {align.window} tokens, got {row.scheduled}"
             )
         if row.drafts >= 0 and published[row.index]:
             raise ValueError(
@@ -384,6 +384,6 @@ def postprocess_mamba_all(
             )
     for row in live:
         if row.drafts >= 0:
-            mamba_state_idx[row.req_id] = row.running_column(spec)
+            mamba_state_idx[row.req_id] = row.running_column(align)
         else:
             mamba_state_idx.pop(row.req_id, None)

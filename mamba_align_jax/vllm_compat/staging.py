@@ -49,14 +49,14 @@ def _stage(function: str, values: Sequence[int], bucket: int, fill: int) -> jax.
 
 
 def do_mamba_copy_block(
-    spec: AlignConfig, pool: StatePool, plan: HostCopyPlan, *, implementation: Implementation | None = None
+    align: AlignConfig, pool: StatePool, plan: HostCopyPlan, *, implementation: Implementation | None = None
 ) -> StatePool:
     """Makes the copies of a host's plan in every array of the pool.
 
     One compiled program serves all batches. If the plan is empty, nothing is launched.
 
     Args:
-        spec: The configuration.
+        align: The configuration.
         pool: The pool, which is donated unless the plan is empty.
         plan: The plan. The caller may change it right after the call.
         implementation: The implementation of `state_copy`.
@@ -64,7 +64,7 @@ def do_mamba_copy_block(
     if plan.is_empty:
         return pool
     staged = {name: jax.device_put(array.copy()) for name, array in plan._asdict().items()}
-    return _copy(spec, pool, CopyPlan(**staged), implementation)
+    return _copy(align, pool, CopyPlan(**staged), implementation)
 
 
 def stage_mamba_state_idx_to_gpu(
@@ -121,7 +121,7 @@ def stage_postprocess_inputs_to_gpu(
 
 
 def plan_postprocess(
-    spec: AlignConfig,
+    align: AlignConfig,
     inputs: PostprocessInputs,
     num_sampled: jax.Array,
     tables: BlockTables,
@@ -133,12 +133,12 @@ def plan_postprocess(
     drafts = jnp.maximum(inputs.num_draft_tokens, 0)
     certain = certain_tokens(inputs.num_computed_tokens, inputs.num_scheduled_tokens, drafts)
     accepted = jnp.maximum(num_sampled, 1)
-    plan, accepted = plan_saves(spec, tables, slot, live, inputs.state_idx, certain, accepted)
+    plan, accepted = plan_saves(align, tables, slot, live, inputs.state_idx, certain, accepted)
     return plan, jnp.where(live, accepted, 0)
 
 
 def postprocess_mamba_align_gpu(
-    spec: AlignConfig,
+    align: AlignConfig,
     pool: StatePool,
     inputs: PostprocessInputs,
     num_sampled: jax.Array,
@@ -150,7 +150,7 @@ def postprocess_mamba_align_gpu(
     """Saves the boundaries that rows passed, as `postprocess_mamba` does, without waiting for the sampled tokens.
 
     Args:
-        spec: The configuration, with mode "none" or "align".
+        align: The configuration, with mode "none" or "align".
         pool: The pool, which is donated.
         inputs: What was staged before the step.
         num_sampled: How many tokens each row sampled, or 0 for a chunk inside a prompt. int32 [rows].
@@ -165,19 +165,19 @@ def postprocess_mamba_align_gpu(
     Raises:
         ValueError: The mode is "all", which saves no boundaries in the host path.
     """
-    if spec.mode == "all":
+    if align.mode == "all":
         raise ValueError("postprocess_mamba_align_gpu: mode must be 'none' or 'align', got 'all'")
-    return _postprocess(spec, pool, inputs, num_sampled, tables, idx_mapping, implementation)
+    return _postprocess(align, pool, inputs, num_sampled, tables, idx_mapping, implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "implementation"), donate_argnames="pool")
-def _copy(spec: AlignConfig, pool: StatePool, plan: CopyPlan, implementation: Implementation | None) -> StatePool:
-    return copy_states(spec, pool, plan, implementation=implementation)
+@functools.partial(jax.jit, static_argnames=("align", "implementation"), donate_argnames="pool")
+def _copy(align: AlignConfig, pool: StatePool, plan: CopyPlan, implementation: Implementation | None) -> StatePool:
+    return copy_states(align, pool, plan, implementation=implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "implementation"), donate_argnames="pool")
+@functools.partial(jax.jit, static_argnames=("align", "implementation"), donate_argnames="pool")
 def _postprocess(
-    spec: AlignConfig,
+    align: AlignConfig,
     pool: StatePool,
     inputs: PostprocessInputs,
     num_sampled: jax.Array,
@@ -185,8 +185,8 @@ def _postprocess(
     idx_mapping: jax.Array | None,
     implementation: Implementation | None,
 ) -> tuple[StatePool, jax.Array]:
-    plan, accepted = plan_postprocess(spec, inputs, num_sampled, tables, idx_mapping)
-    return copy_states(spec, pool, plan, implementation=implementation), accepted
+    plan, accepted = plan_postprocess(align, inputs, num_sampled, tables, idx_mapping)
+    return copy_states(align, pool, plan, implementation=implementation), accepted
 
 
 class AcceptedTokens:

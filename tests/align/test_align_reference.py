@@ -33,9 +33,9 @@ def on_device(size, states, tables, updates, additions, batch, sampled):
     """The step under both policies."""
     tables, results = update_block_tables(tables, updates), {}
     for policy, base in POLICIES.items():
-        spec = AnyConfig(base, size)
-        state, indices = begin_step(spec, add_requests(states[policy], additions), batch, tables)
-        results[policy] = indices, *plan_finish(spec, state, batch, indices, sampled, tables)
+        align = AnyConfig(base, size)
+        state, indices = begin_step(align, add_requests(states[policy], additions), batch, tables)
+        results[policy] = indices, *plan_finish(align, state, batch, indices, sampled, tables)
     return tables, results
 
 

@@ -52,7 +52,7 @@ def walk(server, slot, sequence, path):
     assert server.step([], chunk=(slot, path[0])) == 0
     for step in path[1:]:
         if len(step) == 1:
-            corrections = Corrections.from_host(server.spec, 1, [slot], step)
+            corrections = Corrections.from_host(server.align, 1, [slot], step)
             server.state, refused = correct_counts(server.state, corrections)
             assert refused == 0
         else:
@@ -150,21 +150,21 @@ def test_a_fold_of_other_slots_moves_no_window():
 @pytest.mark.parametrize("policy", ["copy_free", "pre_copy", "deferred"])
 @pytest.mark.parametrize(("mode", "K"), [("align", 3), ("align", 0), ("none", 3)])
 def test_only_deferred_steps_with_drafts_keep_windows(mode, K, policy):
-    spec = make_spec(mode=mode, num_speculative_tokens=K, policy=policy)
-    batch = StepBatch.from_host(spec, 2, [0, 2], [0, 1, 2], [0, 0])
-    state, tables = AlignState.create(spec), BlockTables.create(spec)
-    _, indices = begin_step(spec, state, batch, tables)
+    align = make_spec(mode=mode, num_speculative_tokens=K, policy=policy)
+    batch = StepBatch.from_host(align, 2, [0, 2], [0, 1, 2], [0, 0])
+    state, tables = AlignState.create(align), BlockTables.create(align)
+    _, indices = begin_step(align, state, batch, tables)
     keeps = policy == "deferred" and mode == "align" and K > 0
     assert (split_rows(batch, indices, 2).decode.boundary is not None) == keeps
 
 
 @pytest.mark.parametrize("num_sampled", [None, 1, jnp.array([3, 4])], ids=["None", "int", "array"])
 def test_finish_step_returns_the_pool_that_it_is_given(num_sampled):
-    spec = make_spec()
-    batch = StepBatch.from_host(spec, 2, [0, 2], [0, 4, 8], [3, 3])
-    state, tables, pool = AlignState.create(spec), BlockTables.create(spec), StatePool.create(spec, 8)
-    state, indices = begin_step(spec, state, batch, tables)
-    _, after = finish_step(spec, state, pool, batch, indices, num_sampled, tables)
+    align = make_spec()
+    batch = StepBatch.from_host(align, 2, [0, 2], [0, 4, 8], [3, 3])
+    state, tables, pool = AlignState.create(align), BlockTables.create(align), StatePool.create(align, 8)
+    state, indices = begin_step(align, state, batch, tables)
+    _, after = finish_step(align, state, pool, batch, indices, num_sampled, tables)
     assert after is pool
 
 
@@ -174,7 +174,7 @@ def test_no_slot_goes_back_before_a_boundary_that_was_folded():
     assert walk(server, 0, inputs_of(15), PATHS["a row jumps over the boundary"]) == BLOCK + 1
     server.fold(0)
     for count, refusals in ((BLOCK - 1, 1), (BLOCK, 0)):
-        corrections = Corrections.from_host(server.spec, 1, [0], [count])
+        corrections = Corrections.from_host(server.align, 1, [0], [count])
         server.state, refused = correct_counts(server.state, corrections)
         assert refused == refusals
     assert server.state.num_computed_tokens[0] == BLOCK

@@ -52,23 +52,23 @@ def block_of(group, block):
     return block if group == 0 or not 0 < block < BLOCKS else BLOCKS - block
 
 
-def arguments(spec, step):
+def arguments(align, step):
     slots, tokens, drafts, sampled, _ = (list(x) for x in zip(*step.rows, strict=True)) if step.rows else ([],) * 5
     loc = np.cumsum([0, *tokens]).tolist()
-    entries = [(g, *place, block_of(g, block)) for g in range(len(spec.groups)) for *place, block in step.entries]
+    entries = [(g, *place, block_of(g, block)) for g in range(len(align.groups)) for *place, block in step.entries]
     slots_in, computed = zip(*step.entering, strict=True) if step.entering else ((), ())
     return (
-        TableUpdates.from_host(spec, UPDATES, entries),
-        Additions.from_host(spec, SLOTS, slots_in, computed),
-        StepBatch.from_host(spec, ROWS, slots, loc, drafts),
+        TableUpdates.from_host(align, UPDATES, entries),
+        Additions.from_host(align, SLOTS, slots_in, computed),
+        StepBatch.from_host(align, ROWS, slots, loc, drafts),
         jnp.asarray(np.array(sampled + [9] * (ROWS - len(sampled)), np.int32)),
     )
 
 
-def schedule(rng, spec, steps):
+def schedule(rng, align, steps):
     """Yields the steps of a random server that allocates with `StateBlockManager`."""
-    size, K = spec.state_block_size, spec.num_speculative_tokens
-    manager = StateBlockManager(BLOCKS, spec.block_size, K, mode=spec.mode)
+    size, K = align.state_block_size, align.num_speculative_tokens
+    manager = StateBlockManager(BLOCKS, align.block_size, K, mode=align.mode)
     requests = [None] * SLOTS  # (name, tokens, prompt length, computed)
     for number in range(steps):
         step, ran = Step([], [], []), []
@@ -85,7 +85,7 @@ def schedule(rng, spec, steps):
                 q = min(prompt - computed, rng.choice([size - computed % size, rng.randint(1, 9)]))
                 sampled = int(computed + q == prompt)
             else:
-                drafts = rng.randint(0, min(K, spec.max_model_len - computed - 1))
+                drafts = rng.randint(0, min(K, align.max_model_len - computed - 1))
                 q, accepted = 1 + drafts, rng.randint(1, 1 + drafts)
                 sampled = accepted
             entries = manager.allocate(name, computed, computed, q, max(drafts, 0), hit=hit)
@@ -105,7 +105,7 @@ def schedule(rng, spec, steps):
             tokens += [8] * (after - len(tokens))
             manager.commit(name, tokens[:after])
             requests[slot][3] = after
-            if after + 1 >= spec.max_model_len or rng.random() < 0.1:
+            if after + 1 >= align.max_model_len or rng.random() < 0.1:
                 manager.free(name)
                 requests[slot] = None
 
@@ -140,9 +140,9 @@ CONFIGS = [
 ]
 
 
-def mistake(rng, spec, step):
+def mistake(rng, align, step):
     """Returns the step with one mistake, and the text that the error must contain. None if it cannot be made."""
-    size, computed = spec.state_block_size, dict(step.entering)
+    size, computed = align.state_block_size, dict(step.entering)
     running = {slot: (before + q - 1) // size for slot, q, _, _, before in step.rows}
     hits = [n for n, (slot, column, _) in enumerate(step.entries) if (column + 1) * size == computed.get(slot)]
     written = [n for n, (slot, column, _) in enumerate(step.entries) if column == running[slot]]
@@ -169,30 +169,30 @@ def mistake(rng, spec, step):
 
 
 @pytest.mark.parametrize(
-    "spec", CONFIGS, ids=lambda s: f"{s.mode}-{s.policy}-{s.block_size}-K{s.num_speculative_tokens}"
+    "align", CONFIGS, ids=lambda s: f"{s.mode}-{s.policy}-{s.block_size}-K{s.num_speculative_tokens}"
 )
 @given(seed=st.integers(0, 10**6), at=st.integers(0, 25))
 @settings(max_examples=20, deadline=None)
-def test_correct_steps_pass_and_a_mistake_is_named(spec, seed, at):
+def test_correct_steps_pass_and_a_mistake_is_named(align, seed, at):
     # The manager does not have the last block.
-    rng, checker = random.Random(seed), StepChecker(spec, [BLOCKS + 1] * 3)
-    for number, step in enumerate(schedule(random.Random(seed), spec, 30)):
-        found = mistake(rng, spec, step) if number >= at else None
+    rng, checker = random.Random(seed), StepChecker(align, [BLOCKS + 1] * 3)
+    for number, step in enumerate(schedule(random.Random(seed), align, 30)):
+        found = mistake(rng, align, step) if number >= at else None
         if found:
             with raises(found[1]):
-                checker.check(*arguments(spec, found[0]))
+                checker.check(*arguments(align, found[0]))
             return
-        checker.check(*arguments(spec, step))
+        checker.check(*arguments(align, step))
 
 
 def raises(message):
     return pytest.raises(ValueError, match=re.escape(message))
 
 
-def run(spec, *steps):
-    checker = StepChecker(spec, BLOCKS)
+def run(align, *steps):
+    checker = StepChecker(align, BLOCKS)
     for step in steps:
-        checker.check(*arguments(spec, step))
+        checker.check(*arguments(align, step))
     return checker
 
 
@@ -204,30 +204,30 @@ VERIFY = Step([(1, 4, 3, 2, 7)], [], WINDOW)
 
 @pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
 def test_each_place_is_named(policy):
-    spec = replace(SPEC, policy=policy)
-    run(spec, PROMPT, VERIFY)
+    align = replace(SPEC, policy=policy)
+    run(align, PROMPT, VERIFY)
     # There are 9 tokens now. The state is in column 3, the window in column 2, and the state after 8 tokens in column
     # 1.
     last = Step([(1, 4, 3, 1, 9)], [], [(1, 6, 10)])
-    run(spec, PROMPT, VERIFY, last)
+    run(align, PROMPT, VERIFY, last)
     again = {column: Step(last.rows, [], [*last.entries, (1, column, 20)]) for column in (1, 2, 3)}
-    run(spec, PROMPT, VERIFY, again[1])
+    run(align, PROMPT, VERIFY, again[1])
     for column, kind in ((2, "conv window"), (3, "recurrent state")):
         with raises(f"slot 1: column {column} of group 'a' is read for a {kind}, but block 20 was not written since"):
-            run(spec, PROMPT, VERIFY, again[column])
+            run(align, PROMPT, VERIFY, again[column])
     # Another request continues 8 tokens. The state after 4 tokens was never kept, but `wrote` may declare it.
     continues = lambda n, block: Step([(0, 1, 0, 1, n)], [(0, n)], [(0, n // 4 - 1, block), (0, n // 4, 11)])
-    run(spec, PROMPT, VERIFY, continues(8, 5))
+    run(align, PROMPT, VERIFY, continues(8, 5))
     with raises("slot 0: column 0 of group 'a' is read for a recurrent state, but block 4 was not written since"):
-        run(spec, PROMPT, VERIFY, continues(4, 4))
-    checker = run(spec, PROMPT, VERIFY)
+        run(align, PROMPT, VERIFY, continues(4, 4))
+    checker = run(align, PROMPT, VERIFY)
     for group in range(3):
         checker.wrote(group, block_of(group, 4))
-    checker.check(*arguments(spec, continues(4, 4)))
+    checker.check(*arguments(align, continues(4, 4)))
     with raises("slot 1: column 1 of group 'a' is written with a recurrent state, but the column has no block"):
-        run(spec, PROMPT._replace(entries=[]))
+        run(align, PROMPT._replace(entries=[]))
     with raises("slot 1: column 4 of group 'a' is written with a recurrent state, but the column has no block"):
-        run(spec, PROMPT, VERIFY._replace(entries=[(1, 2, 6), (1, 3, 7), (1, 5, 9)]))
+        run(align, PROMPT, VERIFY._replace(entries=[(1, 2, 6), (1, 3, 7), (1, 5, 9)]))
 
 
 def test_a_repeated_table_entry_is_no_allocation():
@@ -269,15 +269,15 @@ def test_boundaries_are_saved_only_if_something_is_sampled(sampled):
 
 @pytest.mark.parametrize("mode", ["align", "all"])
 def test_mode_all_keeps_the_boundaries_inside_a_chunk(mode):
-    spec = replace(SPEC, mode=mode)
+    align = replace(SPEC, mode=mode)
     chunk = Step([(1, 9, -1, 1, 0)], [(1, 0)], [(1, column, 20 - column) for column in range(3)])
     hits = [Step([(0, 1, 0, 1, 4 * n)], [(0, 4 * n)], [(0, n - 1, 21 - n), (0, n, 11)]) for n in (1, 2)]
     for hit in hits:
         if mode == "all":
-            run(spec, chunk, hit)
+            run(align, chunk, hit)
         else:
             with raises("was not written since it was allocated"):
-                run(spec, chunk, hit)
+                run(align, chunk, hit)
 
 
 def test_checker_follows_a_slot_that_goes_back():

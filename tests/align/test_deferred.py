@@ -38,7 +38,7 @@ from mamba_align_jax import (
     migrate,
 )
 
-EACH = pytest.mark.parametrize("spec", SPECS, ids=["gdn", "mamba2"])
+EACH = pytest.mark.parametrize("align", SPECS, ids=["gdn", "mamba2"])
 
 
 def random_schedule(seed):
@@ -56,11 +56,11 @@ SCHEDULES = {
 
 @EACH
 @pytest.mark.parametrize("prompt", [0, 21, *(pytest.param(n, marks=pytest.mark.deep) for n in (5, 16))])
-def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt, spec):
+def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt, align):
     sequence, end = inputs_of(1), 80
     found = {}
     for seed, (name, schedule) in enumerate(SCHEDULES.items()):
-        server = Server(seed, spec)
+        server = Server(seed, align)
         server.enter(1, sequence)
         if prompt:
             server.step([], chunk=(1, prompt))
@@ -75,13 +75,13 @@ def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt, 
 
 
 @EACH
-def test_a_slot_that_is_used_again_does_not_see_the_last_ring(spec):
+def test_a_slot_that_is_used_again_does_not_see_the_last_ring(align):
     """A request resumes from the boundary of one that speculated, in a slot whose ring is full of another's entries."""
     sequence = inputs_of(2)
-    first = Server(0, spec)
+    first = Server(0, align)
     first.enter(0, sequence)
     wanted, outputs = first.finish(0, 64, lambda: (1, 1)), first.outputs[0]
-    second = Server(1, spec)
+    second = Server(1, align)
     second.enter(0, sequence)
     second.finish(0, 37, SCHEDULES["random 0"]())
     second.enter(1, inputs_of(3))
@@ -101,10 +101,10 @@ def test_a_slot_that_is_used_again_does_not_see_the_last_ring(spec):
 @EACH
 @pytest.mark.parametrize("before", [1, 7, 8, 9, 15, 16, 17, 23, 24, 25])
 @pytest.mark.parametrize("accepted", [1, K + 1])
-def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted, spec):
+def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted, align):
     """With and without a complete fold group at the chunk's start, which is also the boundary 16."""
     sequence = inputs_of(4)
-    plain, other = Server(0, spec), Server(1, spec)
+    plain, other = Server(0, align), Server(1, align)
     for server in (plain, other):
         server.enter(0, sequence)
     plain.step([], chunk=(0, before))
@@ -129,8 +129,8 @@ def test_a_chunk_whose_state_was_not_migrated_counts_as_lost():
 
 
 @EACH
-def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change(spec):
-    server = Server(0, spec)
+def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change(align):
+    server = Server(0, align)
     for slot, end in enumerate((7, 8, 9)):
         server.enter(slot, inputs_of(slot))
         while int(server.state.num_computed_tokens[slot]) < end or slot in server.entering:
@@ -138,10 +138,10 @@ def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change(spec):
     assert server.state.state_pos.tolist() == [0, 0, 8]
     before = jax.tree.map(np.asarray, server.pool)
     tables = BlockTables(blocks=jnp.asarray(server.blocks[None]))
-    state, pool = fold(spec, server.state, server.pool, tables, jnp.array([0, 2, -1]))
+    state, pool = fold(align, server.state, server.pool, tables, jnp.array([0, 2, -1]))
     assert state.state_pos.tolist() == [0, 0, 8]
     jax.tree.map(np.testing.assert_array_equal, pool, before)
-    state, pool = fold(spec, state, pool, tables, jnp.array([1, -1]))
+    state, pool = fold(align, state, pool, tables, jnp.array([1, -1]))
     assert state.state_pos.tolist() == [0, 8, 8]
     changed = [b for b in range(64) if not np.array_equal(pool.states[0][1][:, b], before.states[0][1][:, b], True)]
     assert changed == [server.blocks[1, 0]]
@@ -208,21 +208,21 @@ def test_slots_of_another_policy_are_refused(policies):
 
 @pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
 def test_slots_are_folded_under_policy_deferred_alone(policy):
-    spec = make_spec(policy=policy)
-    state, pool, tables = AlignState.create(spec), StatePool.create(spec, 8), BlockTables.create(spec)
+    align = make_spec(policy=policy)
+    state, pool, tables = AlignState.create(align), StatePool.create(align, 8), BlockTables.create(align)
     with pytest.raises(ValueError, match=f"fold_slots: policy must be 'deferred', got '{policy}'"):
-        fold_slots(spec, state, pool, tables, jnp.array([0], jnp.int32))
+        fold_slots(align, state, pool, tables, jnp.array([0], jnp.int32))
 
 
 @EACH
-def test_everything_stays_int32_in_64_bit_mode(spec):
+def test_everything_stays_int32_in_64_bit_mode(align):
     with jax.enable_x64(True):
-        state, batch = AlignState.create(spec), StepBatch.from_host(spec, 2, [0, 2], [0, 1, 3], [0, -1])
-        state, indices = begin_step(spec, state, batch, BlockTables.create(spec))
+        state, batch = AlignState.create(align), StepBatch.from_host(align, 2, [0, 2], [0, 1, 3], [0, -1])
+        state, indices = begin_step(align, state, batch, BlockTables.create(align))
         state, pool = fold_slots(
-            spec, state, StatePool.create(spec, 8), BlockTables.create(spec), jnp.array([0, -1], jnp.int32)
+            align, state, StatePool.create(align, 8), BlockTables.create(align), jnp.array([0, -1], jnp.int32)
         )
-        pool = migrate(spec, pool, indices)
+        pool = migrate(align, pool, indices)
     kinds = {x.dtype for x in jax.tree.leaves((state, indices))}
     assert kinds == {jnp.dtype("int32"), jnp.dtype("bool")}
     assert {x.dtype for x in jax.tree.leaves(pool)} == {jnp.dtype("float32")}

@@ -36,12 +36,12 @@ SPECS = {
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def run_kernels(spec, pool, released, batch, indices, tokens):
+def run_kernels(align, pool, released, batch, indices, tokens):
     """The step of one layer of each group. Released blocks are set to NaN."""
     for group, blocks in enumerate(released):
         pool = pool.with_group(group, [x.at[:, blocks].set(jnp.nan, mode="drop") for x in pool.states[group]])
-    pool = migrate(spec, pool, indices, implementation="xla")
-    rows = split_rows(batch, indices, SLOTS, SLOTS * spec.window)
+    pool = migrate(align, pool, indices, implementation="xla")
+    rows = split_rows(batch, indices, SLOTS, SLOTS * align.window)
     x, a, b = tokens
     at = LayerStep(rows=rows, chunks=rows.chunks(x.shape[0]), layer=jnp.int32(0), implementation="xla")
     weights, (short,) = map(jnp.asarray, (TAPS, A_LOG, BIAS)), pool.states[1]
@@ -57,10 +57,10 @@ def run_kernels(spec, pool, released, batch, indices, tokens):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def run_fold(spec, block_size, state, pool, tables, slots):
-    return fold_slots(AnyConfig(spec, block_size, spec.fold_length), state, pool, tables, slots, implementation="xla")[
-        1
-    ]
+def run_fold(align, block_size, state, pool, tables, slots):
+    return fold_slots(
+        AnyConfig(align, block_size, align.fold_length), state, pool, tables, slots, implementation="xla"
+    )[1]
 
 
 class DeferredKernelMachine(DeferredMachine):
@@ -72,7 +72,7 @@ class DeferredKernelMachine(DeferredMachine):
     image, fill_arrays = KernelMachine.image, KernelMachine.fill_arrays
 
     def start(self):
-        self.real = SPECS[self.spec.fold_length]
+        self.real = SPECS[self.align.fold_length]
         pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(self.real, BLOCKS))
         self.arrays, self.past = {"deferred": pool}, {(): (np.zeros((1, DIM, DIM)), None)}
 

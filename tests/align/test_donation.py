@@ -69,9 +69,9 @@ def make_spec(policy, K, dtype, num_layers=3, layouts=("SD", "VK")):
     return AlignConfig((group,), 64, K, max_num_seqs=ROWS, max_model_len=1024, policy=policy)
 
 
-def make_step(spec, num_decode_rows, implementation):
+def make_step(align, num_decode_rows, implementation):
     """The step of a model that has only GDN layers. The weights are arbitrary constants."""
-    windows, states = (state.layout for state in spec.groups[0].states)
+    windows, states = (state.layout for state in align.groups[0].states)
     run = Run(implementation=implementation)
 
     def weights(dtype):
@@ -103,36 +103,38 @@ def make_step(spec, num_decode_rows, implementation):
     def step(pool, state, tables, updates, additions, batch, tokens, num_sampled):
         tables = update_block_tables(tables, updates)
         state = add_requests(state, additions)
-        state, indices = begin_step(spec, state, batch, tables)
-        pool = migrate(spec, pool, indices, implementation=implementation)
+        state, indices = begin_step(align, state, batch, tables)
+        pool = migrate(align, pool, indices, implementation=implementation)
         split = split_rows(batch, indices, num_decode_rows)
         carry = (*pool.states[0], *pool.ring(0))
         x = tokens
-        for layer in range(spec.groups[0].num_layers):
+        for layer in range(align.groups[0].num_layers):
             gate = x[:, :HEADS]
             run = lambda f, layer=layer: lambda rows, *arrays: f(rows, jnp.int32(layer), *arrays)
             out, *carry = split.apply(
                 *(run(decode), run(prefill), (x, gate), tuple(carry)),
-                num_decode_tokens=num_decode_rows * (1 + spec.num_speculative_tokens),
+                num_decode_tokens=num_decode_rows * (1 + align.num_speculative_tokens),
             )
             x = jnp.tile(out.reshape(x.shape[0], -1), 3)
         pool = pool.with_group(0, carry)
-        state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables, implementation=implementation)
+        state, pool = finish_step(
+            align, state, pool, batch, indices, num_sampled, tables, implementation=implementation
+        )
         return x, pool, state, tables
 
     return jax.jit(step, donate_argnums=(0, 1, 2))
 
 
-def arguments(spec, num_tokens, dtype):
+def arguments(align, num_tokens, dtype):
     """Returns the shapes of a step's arguments. The first three are donated."""
-    batch = StepBatch.from_host(spec, ROWS, [], [0], [])
+    batch = StepBatch.from_host(align, ROWS, [], [0], [])
     return jax.eval_shape(
         lambda: (
-            StatePool.create(spec, BLOCKS),
-            AlignState.create(spec),
-            BlockTables.create(spec),
-            TableUpdates.from_host(spec, 8, []),
-            Additions.from_host(spec, 2, [], []),
+            StatePool.create(align, BLOCKS),
+            AlignState.create(align),
+            BlockTables.create(align),
+            TableUpdates.from_host(align, 8, []),
+            Additions.from_host(align, 2, [], []),
             batch,
             jnp.zeros((num_tokens, CHANNELS), dtype),
             jnp.zeros(ROWS, jnp.int32),
@@ -170,9 +172,9 @@ def pool_copies(compiled, donated):
     ids=lambda x: str(x),
 )
 def test_a_donated_step_copies_no_pool(decode_rows, num_tokens, policy, K, implementation, dtype):
-    spec = make_spec(policy, K, dtype)
-    given = arguments(spec, num_tokens, dtype)
-    step = make_step(spec, decode_rows, implementation)
+    align = make_spec(policy, K, dtype)
+    given = arguments(align, num_tokens, dtype)
+    step = make_step(align, decode_rows, implementation)
     assert pool_copies(step.lower(*given).compile(), given[:3]) == []
 
 
@@ -183,22 +185,22 @@ def test_a_donated_step_copies_no_pool(decode_rows, num_tokens, policy, K, imple
 )
 def test_a_donated_step_of_deferred_states_copies_no_pool(decode_rows, num_tokens, windows, implementation, dtype):
     """Chunks may follow verify rows, so that `migrate` writes states and windows too. The rings are small."""
-    spec = make_spec("deferred", 2, dtype, layouts=(windows, "VK"))
-    pool, *others = arguments(spec, num_tokens, dtype)
-    compiled = make_step(spec, decode_rows, implementation).lower(pool, *others).compile()
+    align = make_spec("deferred", 2, dtype, layouts=(windows, "VK"))
+    pool, *others = arguments(align, num_tokens, dtype)
+    compiled = make_step(align, decode_rows, implementation).lower(pool, *others).compile()
     assert pool_copies(compiled, (pool.states, pool.rings, *others[:2])) == []
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), HOW)
 @pytest.mark.parametrize("kind", ["gdn", "mamba2"])
 def test_a_donated_fold_copies_no_pool(implementation, dtype, kind):
-    spec = make_spec("deferred", 2, dtype)
-    group = spec.groups[0]
+    align = make_spec("deferred", 2, dtype)
+    group = align.groups[0]
     if kind == "mamba2":
         group = dataclasses.replace(group, ring=Mamba2Ring(HEADS, DIM, 1, DIM, dtype))
-    spec = dataclasses.replace(spec, groups=(group,))
-    pool, state, tables, *_ = arguments(spec, 4, dtype)
-    fold = jax.jit(functools.partial(fold_slots, spec, implementation=implementation), donate_argnums=(0, 1))
+    align = dataclasses.replace(align, groups=(group,))
+    pool, state, tables, *_ = arguments(align, 4, dtype)
+    fold = jax.jit(functools.partial(fold_slots, align, implementation=implementation), donate_argnums=(0, 1))
     compiled = fold.lower(state, pool, tables, jax.ShapeDtypeStruct((1,), "int32")).compile()
     assert pool_copies(compiled, (pool.states, pool.rings, state)) == []
 
@@ -206,9 +208,9 @@ def test_a_donated_fold_copies_no_pool(implementation, dtype, kind):
 @pytest.mark.parametrize(("implementation", "dtype"), HOW)
 @pytest.mark.parametrize("policy", ["copy_free", pytest.param("pre_copy", marks=pytest.mark.deep)])
 def test_a_donated_step_copies_no_pool_of_another_layout(policy, implementation, dtype):
-    spec = make_spec(policy, 2, dtype, layouts=("DS", "KV"))
-    given = arguments(spec, 128, dtype)
-    assert pool_copies(make_step(spec, 2, implementation).lower(*given).compile(), given[:3]) == []
+    align = make_spec(policy, 2, dtype, layouts=("DS", "KV"))
+    given = arguments(align, 128, dtype)
+    assert pool_copies(make_step(align, 2, implementation).lower(*given).compile(), given[:3]) == []
 
 
 def recurrent_layer(x, pool, rows, run):
@@ -266,9 +268,9 @@ def test_the_check_notices_a_copied_pool(step, donate, found):
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_layers_share_one_function_of_each_op(kind):
-    spec = make_spec("copy_free", 2, "float32", num_layers=24)
+    align = make_spec("copy_free", 2, "float32", num_layers=24)
     decode_rows, num_tokens = (ROWS, 3 * ROWS) if kind == "decode" else (0, 128)
-    text = make_step(spec, decode_rows, "xla").lower(*arguments(spec, num_tokens, "float32")).as_text()
+    text = make_step(align, decode_rows, "xla").lower(*arguments(align, num_tokens, "float32")).as_text()
     name = "_update" if kind == "decode" else "_prefill"
     # One function for the convolution and one for the recurrence. `_update_7` would be a second one.
     assert len(re.findall(rf"func\.func private @{name}(?:_\d+)?\(", text)) == 2

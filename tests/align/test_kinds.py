@@ -32,18 +32,18 @@ STATE, TABLES, POOL = AlignState.create(SPEC), BlockTables.create(SPEC), StatePo
 BATCH = StepBatch.from_host(SPEC, 1, [0], [0, 1], [0])
 INDICES = begin_step(SPEC, STATE, BATCH, TABLES)[1]
 CALLS = {
-    begin_step: dict(spec=SPEC, state=STATE, batch=BATCH, tables=TABLES),
-    migrate: dict(spec=SPEC, pool=POOL, indices=INDICES),
+    begin_step: dict(align=SPEC, state=STATE, batch=BATCH, tables=TABLES),
+    migrate: dict(align=SPEC, pool=POOL, indices=INDICES),
     finish_step: dict(
-        spec=SPEC, state=STATE, pool=POOL, batch=BATCH, indices=INDICES, num_sampled=jnp.int32([1]), tables=TABLES
+        align=SPEC, state=STATE, pool=POOL, batch=BATCH, indices=INDICES, num_sampled=jnp.int32([1]), tables=TABLES
     ),
-    fold_slots: dict(spec=SPEC, state=STATE, pool=POOL, tables=TABLES, slots=jnp.int32([0])),
+    fold_slots: dict(align=SPEC, state=STATE, pool=POOL, tables=TABLES, slots=jnp.int32([0])),
     add_requests: dict(state=STATE, additions=Additions.from_host(SPEC, 1, [0], [0])),
     correct_counts: dict(state=STATE, corrections=Corrections.from_host(SPEC, 1, [0], [0])),
     update_block_tables: dict(tables=TABLES, updates=TableUpdates.from_host(SPEC, 1, [(0, 0, 0, 1)])),
 }
 # Whatever has the fields of a configuration is taken for one, and the two arrays have tests of their own.
-OTHERS = "spec", "num_sampled", "slots"
+OTHERS = "align", "num_sampled", "slots"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_slots_to_fold_are_a_vector_of_integers(slots):
 
 def test_a_pool_of_another_configuration_is_not_folded():
     other = replace(SPEC, groups=(replace(GROUP, num_layers=2),))
-    with pytest.raises(ValueError, match=r"StatePool: states must be made for this spec, "):
+    with pytest.raises(ValueError, match=r"StatePool: states must be made for this AlignConfig, "):
         fold_slots(**CALLS[fold_slots] | dict(pool=StatePool.create(other, 4)))
 
 

@@ -42,23 +42,23 @@ def make_spec(**changes):
     return AlignConfig(**fields | changes)
 
 
-def running(spec, num_blocks=64):
+def running(align, num_blocks=64):
     """Makes slots that have computed some tokens, and tables with a different block in every column."""
-    entries = lambda *values: jnp.array(values[: spec.max_num_seqs], jnp.int32)
+    entries = lambda *values: jnp.array(values[: align.max_num_seqs], jnp.int32)
     state = AlignState(
         num_computed_tokens=entries(6, 7, 13, 0),
-        num_accepted_tokens=entries(1, 2, 1 + spec.num_speculative_tokens, 1),
+        num_accepted_tokens=entries(1, 2, 1 + align.num_speculative_tokens, 1),
         running_column=entries(1, 1, 2, -1),
     )
-    shape = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
+    shape = (len(align.groups), align.max_num_seqs, align.num_columns)
     blocks = 1 + jnp.arange(np.prod(shape[1:]), dtype=jnp.int32).reshape(shape[1:])
     assert int(blocks.max()) < num_blocks
     return state, BlockTables(blocks=jnp.broadcast_to(blocks, shape))
 
 
-def fill_pool(spec, rng, num_blocks=64):
+def fill_pool(align, rng, num_blocks=64):
     """Makes a pool of random values and NaNs."""
-    pool = StatePool.create(spec, num_blocks)
+    pool = StatePool.create(align, num_blocks)
     dirty = lambda x: np.where(rng.random(x.shape) < 0.2, np.nan, rng.normal(size=x.shape)).astype(np.float32)
     return jax.tree.map(lambda x: jnp.asarray(dirty(x)), pool)
 
@@ -67,11 +67,11 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-def run(spec, state, pool, batch, num_sampled, tables):
+def run(align, state, pool, batch, num_sampled, tables):
     """Runs a step whose model does nothing."""
-    state, indices = begin_step(spec, state, batch, tables)
-    pool = migrate(spec, pool, indices)
-    return finish_step(spec, state, pool, batch, indices, num_sampled, tables)
+    state, indices = begin_step(align, state, batch, tables)
+    pool = migrate(align, pool, indices)
+    return finish_step(align, state, pool, batch, indices, num_sampled, tables)
 
 
 # Rows without tokens.
@@ -81,26 +81,26 @@ def run(spec, state, pool, batch, num_sampled, tables):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slots", [[], [-1, -1], [2, 0, -1, 1, 3]], ids=["empty", "padding", "no tokens"])
 def test_idle_rows_leave_state_and_pool_unchanged(rng, slots, policy, K):
-    spec = make_spec(policy=policy, num_speculative_tokens=K)
-    state, tables = running(spec)
-    pool = fill_pool(spec, rng)
+    align = make_spec(policy=policy, num_speculative_tokens=K)
+    state, tables = running(align)
+    pool = fill_pool(align, rng)
     # Rows without tokens may be of any kind, and may have any number of sampled tokens.
     drafts = [min(r - 1, K) if slot >= 0 else -1 for r, slot in enumerate(slots)]
-    batch = StepBatch.from_host(spec, 6, slots, [0] * (1 + len(slots)), drafts)
-    step = jax.jit(functools.partial(run, spec))
+    batch = StepBatch.from_host(align, 6, slots, [0] * (1 + len(slots)), drafts)
+    step = jax.jit(functools.partial(run, align))
     after = step(state, pool, batch, jnp.arange(6, dtype=jnp.int32), tables)
     assert bits(after) == bits((state, pool))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_live_row_changes_its_own_slot_and_destinations_only(rng, policy):
-    spec = make_spec(policy=policy)
-    state, tables = running(spec)
-    pool = fill_pool(spec, rng)
+    align = make_spec(policy=policy)
+    state, tables = running(align)
+    pool = fill_pool(align, rng)
     # Slot 2 had computed 13 tokens, with 3 accepted in columns 2 to 4. A verify row of 3 tokens crosses to column 3 and
     # reaches 16.
-    batch = StepBatch.from_host(spec, 4, [0, 2, -1], [0, 0, 3, 3], [-1, 2, -1])
-    after, moved = run(spec, state, pool, batch, jnp.array([7, 3, 7, 7]), tables)
+    batch = StepBatch.from_host(align, 4, [0, 2, -1], [0, 0, 3, 3], [-1, 2, -1])
+    after, moved = run(align, state, pool, batch, jnp.array([7, 3, 7, 7]), tables)
     np.testing.assert_array_equal(after.num_computed_tokens, [6, 7, 16, 0])
     np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 1, 1])
     np.testing.assert_array_equal(after.running_column, [1, 1, 3, -1])
@@ -112,10 +112,10 @@ def test_a_live_row_changes_its_own_slot_and_destinations_only(rng, policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_lost_states_are_counted(policy):
-    spec = make_spec(policy=policy)
-    state, tables = running(spec)
+    align = make_spec(policy=policy)
+    state, tables = running(align)
     # Slot 0 continues from column 1, slot 1 from columns 2 and 1, and slot 2 from columns 4 and 2. Slot 3 is fresh.
-    batch = StepBatch.from_host(spec, 6, [2, 3, 0, -1, 1], [0, 3, 4, 5, 5, 6], [2, 0, 0, -1, 0])
+    batch = StepBatch.from_host(align, 6, [2, 3, 0, -1, 1], [0, 3, 4, 5, 5, 6], [2, 0, 0, -1, 0])
     counts = {
         (): 0,
         ((1, 0, 1),): 1,
@@ -130,7 +130,7 @@ def test_lost_states_are_counted(policy):
         blocks = np.array(tables.blocks)
         for place in places:
             blocks[place] = 0
-        _, indices = begin_step(spec, state, batch, BlockTables(blocks=jnp.asarray(blocks)))
+        _, indices = begin_step(align, state, batch, BlockTables(blocks=jnp.asarray(blocks)))
         found = indices.num_null_reads()
         assert (int(found), found.dtype, found.shape) == (count, jnp.int32, ()), places
 
@@ -146,11 +146,11 @@ def moves_states(text):
     return any(word in text for word in ("while", "dynamic_update_slice", "dynamic_slice", "custom_call"))
 
 
-def step_parts(spec, rng):
-    state, tables = running(spec)
-    batch = StepBatch.from_host(spec, 2, [0, 1], [0, 1, 2], [0, 0])
-    state, indices = begin_step(spec, state, batch, tables)
-    return state, fill_pool(spec, rng), batch, indices, tables
+def step_parts(align, rng):
+    state, tables = running(align)
+    batch = StepBatch.from_host(align, 2, [0, 1], [0, 1, 2], [0, 0])
+    state, indices = begin_step(align, state, batch, tables)
+    return state, fill_pool(align, rng), batch, indices, tables
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -166,21 +166,21 @@ def step_parts(spec, rng):
     ids=["K = 0", "K = 2", "nothing sampled", "mode none", "mode all"],
 )
 def test_finish_step_copies_only_where_a_boundary_can_be_passed(rng, changes, num_sampled, copies, policy):
-    spec = make_spec(policy=policy, **changes)
-    state, pool, batch, indices, tables = step_parts(spec, rng)
-    assert (finish_step(spec, state, pool, batch, indices, num_sampled, tables)[1] is pool) == (not copies)
-    finish = lambda pool, state, indices: finish_step(spec, state, pool, batch, indices, num_sampled, tables)
+    align = make_spec(policy=policy, **changes)
+    state, pool, batch, indices, tables = step_parts(align, rng)
+    assert (finish_step(align, state, pool, batch, indices, num_sampled, tables)[1] is pool) == (not copies)
+    finish = lambda pool, state, indices: finish_step(align, state, pool, batch, indices, num_sampled, tables)
     assert moves_states(lowered(finish, pool, state, indices)) == copies
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("K", [0, 2])
 def test_only_pre_copy_migrates(rng, K, policy):
-    spec = make_spec(policy=policy, num_speculative_tokens=K)
-    _, pool, _, indices, _ = step_parts(spec, rng)
+    align = make_spec(policy=policy, num_speculative_tokens=K)
+    _, pool, _, indices, _ = step_parts(align, rng)
     copies = policy == "pre_copy"
-    assert (migrate(spec, pool, indices) is pool) == (not copies)
-    assert moves_states(lowered(functools.partial(migrate, spec), pool, indices)) == copies
+    assert (migrate(align, pool, indices) is pool) == (not copies)
+    assert moves_states(lowered(functools.partial(migrate, align), pool, indices)) == copies
 
 
 def test_num_copies_counts_what_moves():
@@ -201,12 +201,12 @@ def test_num_copies_counts_what_moves():
 
 @pytest.mark.parametrize("scalar", [0, 1, jnp.int32(2)], ids=["0", "1", "int32"])
 def test_an_int_num_sampled_stands_for_every_row(rng, scalar):
-    spec = make_spec()
-    state, tables = running(spec)
-    pool = fill_pool(spec, rng)
-    batch = StepBatch.from_host(spec, 4, [1, 2], [0, 3, 6], [2, 2])
-    one = run(spec, state, pool, batch, scalar, tables)
-    assert bits(one) == bits(run(spec, state, pool, batch, jnp.full(4, scalar, jnp.int32), tables))
+    align = make_spec()
+    state, tables = running(align)
+    pool = fill_pool(align, rng)
+    batch = StepBatch.from_host(align, 4, [1, 2], [0, 3, 6], [2, 2])
+    one = run(align, state, pool, batch, scalar, tables)
+    assert bits(one) == bits(run(align, state, pool, batch, jnp.full(4, scalar, jnp.int32), tables))
 
 
 @pytest.mark.parametrize(
@@ -222,19 +222,19 @@ def test_an_int_num_sampled_stands_for_every_row(rng, scalar):
     ids=str,
 )
 def test_another_num_sampled_is_refused(rng, wrong, got):
-    spec = make_spec()
-    state, tables = running(spec)
-    batch = StepBatch.from_host(spec, 4, [1, 2], [0, 3, 6], [2, 2])
+    align = make_spec()
+    state, tables = running(align)
+    batch = StepBatch.from_host(align, 4, [1, 2], [0, 3, 6], [2, 2])
     with raises(f"finish_step: num_sampled must be None, a whole number, or int32 [4], got {got}"):
-        run(spec, state, fill_pool(spec, rng), batch, wrong, tables)
+        run(align, state, fill_pool(align, rng), batch, wrong, tables)
 
 
 def test_a_stage_that_samples_nothing_continues_from_its_last_token(rng):
-    spec = make_spec()
-    state, tables = running(spec)
-    pool = fill_pool(spec, rng)
-    batch = StepBatch.from_host(spec, 2, [0, 3], [0, 2, 10], [-1, -1])
-    after, same = run(spec, state, pool, batch, None, tables)
+    align = make_spec()
+    state, tables = running(align)
+    pool = fill_pool(align, rng)
+    batch = StepBatch.from_host(align, 2, [0, 3], [0, 2, 10], [-1, -1])
+    after, same = run(align, state, pool, batch, None, tables)
     np.testing.assert_array_equal(after.num_computed_tokens, [8, 7, 13, 8])
     np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 3, 1])
     assert same is pool
@@ -244,33 +244,33 @@ def test_a_stage_that_samples_nothing_continues_from_its_last_token(rng):
 
 
 def test_add_requests_seeds_its_slots_and_skips_padding():
-    spec = make_spec()
-    state, _ = running(spec)
-    within = add_requests(state, Additions.from_host(spec, 4, [0, 1, 3], [7, 9, 1]))
+    align = make_spec()
+    state, _ = running(align)
+    within = add_requests(state, Additions.from_host(align, 4, [0, 1, 3], [7, 9, 1]))
     np.testing.assert_array_equal(within.running_column, [1, 2, state.running_column[2], 0])
-    after = add_requests(state, Additions.from_host(spec, 4, [2, 0], [8, 0]))
+    after = add_requests(state, Additions.from_host(align, 4, [2, 0], [8, 0]))
     np.testing.assert_array_equal(after.num_computed_tokens, [0, 7, 8, 0])
     np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 1, 1])
     np.testing.assert_array_equal(after.running_column, [-1, 1, 1, -1])
-    assert bits(add_requests(state, Additions.from_host(spec, 4, [], []))) == bits(state)
+    assert bits(add_requests(state, Additions.from_host(align, 4, [], []))) == bits(state)
 
 
 def test_update_block_tables_sets_its_entries_and_skips_padding():
-    spec = make_spec()
-    tables = BlockTables.create(spec)
+    align = make_spec()
+    tables = BlockTables.create(align)
     assert tables.blocks.shape == (2, 4, 8)
     entries = [(0, 1, 2, 11), (1, 3, 7, 12), (1, 0, 0, 13)]
     wanted = np.zeros((2, 4, 8), np.int32)
     for *place, block in entries:
         wanted[tuple(place)] = block
-    after = update_block_tables(tables, TableUpdates.from_host(spec, 8, entries))
+    after = update_block_tables(tables, TableUpdates.from_host(align, 8, entries))
     np.testing.assert_array_equal(after.blocks, wanted)
-    assert bits(update_block_tables(after, TableUpdates.from_host(spec, 8, []))) == bits(after)
+    assert bits(update_block_tables(after, TableUpdates.from_host(align, 8, []))) == bits(after)
 
 
 def test_columns_outside_the_row_have_no_block():
-    _, tables = running(spec := make_spec())
-    columns = jnp.array([-(2**31), -2, -1, 0, spec.num_columns - 1, spec.num_columns, 2**31 - 1])
+    _, tables = running(align := make_spec())
+    columns = jnp.array([-(2**31), -2, -1, 0, align.num_columns - 1, align.num_columns, 2**31 - 1])
     found = tables.lookup(jnp.full(7, 3), columns)
     first, last = tables.blocks[:, 3, 0], tables.blocks[:, 3, -1]
     wanted = [[NULL_BLOCK] * 3 + [a, b] + [NULL_BLOCK] * 2 for a, b in zip(first, last, strict=True)]
@@ -400,43 +400,43 @@ def test_bad_specs_are_refused(message):
         BAD_SPECS[message]()
 
 
-def started(spec):
+def started(align):
     """Returns the batch of one row, and what `begin_step` needs and returns."""
-    batch, tables = StepBatch.from_host(spec, 1, [0], [0, 1], [0]), BlockTables.create(spec)
-    state, indices = begin_step(spec, AlignState.create(spec), batch, tables)
+    batch, tables = StepBatch.from_host(align, 1, [0], [0, 1], [0]), BlockTables.create(align)
+    state, indices = begin_step(align, AlignState.create(align), batch, tables)
     return batch, tables, state, indices
 
 
 OTHER_POOLS = {
-    "fewer drafts": lambda spec: StatePool.create(make_spec(num_speculative_tokens=0), 8),
-    "fewer groups": lambda spec: StatePool.create(make_spec(groups=spec.groups[:1]), 8),
-    "arrays in another order": lambda spec: StatePool.create(spec, 8).with_group(
-        0, StatePool.create(spec, 8).states[0][::-1]
+    "fewer drafts": lambda align: StatePool.create(make_spec(num_speculative_tokens=0), 8),
+    "fewer groups": lambda align: StatePool.create(make_spec(groups=align.groups[:1]), 8),
+    "arrays in another order": lambda align: StatePool.create(align, 8).with_group(
+        0, StatePool.create(align, 8).states[0][::-1]
     ),
-    "another dtype": lambda spec: jax.tree.map(lambda x: x.astype(jnp.float16), StatePool.create(spec, 8)),
-    "another policy": lambda spec: replace(StatePool.create(spec, 8), rings=((),) * len(spec.groups)),
-    "no pool": lambda spec: StatePool.create(spec, 8).states,
+    "another dtype": lambda align: jax.tree.map(lambda x: x.astype(jnp.float16), StatePool.create(align, 8)),
+    "another policy": lambda align: replace(StatePool.create(align, 8), rings=((),) * len(align.groups)),
+    "no pool": lambda align: StatePool.create(align, 8).states,
 }
 
 
 @pytest.mark.parametrize("name", OTHER_POOLS)
 def test_a_pool_that_was_made_for_another_spec_is_refused(name):
     """It would lose states silently."""
-    spec = make_spec()
-    batch, tables, state, indices = started(spec)
-    pool = OTHER_POOLS[name](spec)
+    align = make_spec()
+    batch, tables, state, indices = started(align)
+    pool = OTHER_POOLS[name](align)
     with pytest.raises(ValueError, match=r"(StatePool|migrate|finish_step): (states|rings|pool) must be"):
-        migrate(spec, pool, indices)
+        migrate(align, pool, indices)
     with pytest.raises(ValueError, match=r"(StatePool|migrate|finish_step): (states|rings|pool) must be"):
-        finish_step(spec, state, pool, batch, indices, 1, tables)
+        finish_step(align, state, pool, batch, indices, 1, tables)
 
 
 def test_slots_of_another_number_are_refused():
-    spec = make_spec()
+    align = make_spec()
     few = AlignState.create(make_spec(max_num_seqs=1))
-    batch, tables, *_ = started(spec)
-    with raises(f"AlignState: slots must be max_num_seqs = {spec.max_num_seqs}, got 1"):
-        begin_step(spec, few, batch, tables)
+    batch, tables, *_ = started(align)
+    with raises(f"AlignState: slots must be max_num_seqs = {align.max_num_seqs}, got 1"):
+        begin_step(align, few, batch, tables)
 
 
 @pytest.mark.parametrize(
@@ -452,24 +452,24 @@ def test_a_layer_of_no_group_is_refused(where, wanted):
 @pytest.mark.parametrize("shape", [(2, 4, 7), (1, 4, 8), (2, 3, 8), (4, 8)], ids=str)
 def test_tables_of_another_configuration_are_refused(shape):
     """The tables have too few columns for the end of the longest sequence, or other groups or slots."""
-    spec = make_spec()
-    batch = StepBatch.from_host(spec, 1, [0], [0, 1], [0])
+    align = make_spec()
+    batch = StepBatch.from_host(align, 1, [0], [0, 1], [0])
     wanted = f"blocks must be [groups, slots, columns] = [2, 4, 8], or more columns, got {list(shape)}"
     with raises(wanted):
-        begin_step(spec, AlignState.create(spec), batch, BlockTables(blocks=jnp.ones(shape, jnp.int32)))
+        begin_step(align, AlignState.create(align), batch, BlockTables(blocks=jnp.ones(shape, jnp.int32)))
 
 
 # Sizes.
 
 
 def test_sizes_by_hand():
-    spec = make_spec()
+    align = make_spec()
     # Windows: 3 layers of 3 + 2 rows of 6. Recurrent states: 2 * 4 * 8 in 3 layers, and in 2 layers.
-    assert spec.state_bytes_per_block(0, CONV) == 3 * 5 * 6 * 4 == 360
-    assert spec.bytes_per_block == 360 + 3 * 64 * 4 + 2 * 64 * 4 == 1640
-    assert spec.num_columns == 24 // 4 + 2 == 8
+    assert align.state_bytes_per_block(0, CONV) == 3 * 5 * 6 * 4 == 360
+    assert align.bytes_per_block == 360 + 3 * 64 * 4 + 2 * 64 * 4 == 1640
+    assert align.num_columns == 24 // 4 + 2 == 8
     assert make_spec(max_model_len=25).num_columns == 9
-    assert (spec.window, spec.blocks_per_request(), spec.blocks_per_request(1)) == (3, 5, 5)
+    assert (align.window, align.blocks_per_request(), align.blocks_per_request(1)) == (3, 5, 5)
     plain = make_spec(num_speculative_tokens=0)
     assert (plain.num_columns, plain.blocks_per_request()) == (6, 2)
     # In mode "all" a chunk may keep a state in every column.
@@ -497,26 +497,26 @@ def test_pools_have_the_shapes_of_the_configuration():
 
 
 def test_a_pool_takes_the_callers_own_arrays():
-    spec = make_spec()
+    align = make_spec()
     conv, recurrent, other = jnp.zeros((3, 9, 5, 6)), jnp.zeros((3, 9, 2, 4, 8)), jnp.zeros((2, 7, 2, 4, 8))
-    pool = StatePool.from_arrays(spec, [[conv, recurrent], [other]])
+    pool = StatePool.from_arrays(align, [[conv, recurrent], [other]])
     assert pool.num_blocks == 7
     assert pool.states[0][1] is recurrent
     with raises("StatePool.with_group: states of group 0 must be 2 arrays, got 1"):
         pool.with_group(0, [conv])
     with raises("states must have [2, 1] arrays per group, got [1, 2]"):
-        StatePool.from_arrays(spec, [[conv], [recurrent, other]])
+        StatePool.from_arrays(align, [[conv], [recurrent, other]])
     with raises("arrays of group 'b' must be float32[2, 7, 2, 4, 8], got float32[2, 7, 2, 8, 4]"):
-        StatePool.from_arrays(spec, [[conv, recurrent], [other.swapaxes(3, 4)]])
+        StatePool.from_arrays(align, [[conv, recurrent], [other.swapaxes(3, 4)]])
     with raises("arrays of group 'a' must be float32[3, 9, 5, 6], got float16[3, 9, 5, 6]"):
-        StatePool.from_arrays(spec, [[conv.astype(jnp.float16), recurrent], [other]])
+        StatePool.from_arrays(align, [[conv.astype(jnp.float16), recurrent], [other]])
     with raises("arrays of group 'a' must be float32[3, 9, 2, 4, 8], got float32[3, 8, 2, 4, 8]"):
-        StatePool.from_arrays(spec, [[conv, recurrent[:, 1:]], [other]])
+        StatePool.from_arrays(align, [[conv, recurrent[:, 1:]], [other]])
 
 
-def random_pool(spec, blocks=9):
+def random_pool(align, blocks=9):
     rng = np.random.default_rng(0)
-    pool = StatePool.create(spec, blocks)
+    pool = StatePool.create(align, blocks)
     # Copied, because JAX cannot donate memory that it borrows from NumPy.
     return jax.tree.map(lambda x: jnp.array(rng.normal(size=x.shape), x.dtype, copy=True), pool)
 
@@ -562,16 +562,16 @@ def test_missing_blocks_and_wrong_states_are_refused():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_everything_stays_int32_in_64_bit_mode(rng, policy):
     with jax.enable_x64(True):
-        spec = make_spec(policy=policy)
-        state, tables = AlignState.create(spec), BlockTables.create(spec)
+        align = make_spec(policy=policy)
+        state, tables = AlignState.create(align), BlockTables.create(align)
         entries = [(g, 1, c, 1 + c) for g, c in itertools.product(range(2), range(4))]
-        tables = update_block_tables(tables, TableUpdates.from_host(spec, 8, entries))
-        state = add_requests(state, Additions.from_host(spec, 2, [1], [4]))
-        batch = StepBatch.from_host(spec, 2, [1], [0, 3], [2])
-        step, indices = begin_step(spec, state, batch, tables)
-        pool = StatePool.create(spec, 8)
+        tables = update_block_tables(tables, TableUpdates.from_host(align, 8, entries))
+        state = add_requests(state, Additions.from_host(align, 2, [1], [4]))
+        batch = StepBatch.from_host(align, 2, [1], [0, 3], [2])
+        step, indices = begin_step(align, state, batch, tables)
+        pool = StatePool.create(align, 8)
         for num_sampled in (2, None, jnp.array([2, 0], jnp.int32)):
-            after, same = finish_step(spec, step, migrate(spec, pool, indices), batch, indices, num_sampled, tables)
+            after, same = finish_step(align, step, migrate(align, pool, indices), batch, indices, num_sampled, tables)
             integers = jax.tree.leaves((tables, state, batch, step, indices, after))
             assert {x.dtype.name for x in integers} == {"int32", "bool"}
             assert {x.dtype.name for x in jax.tree.leaves(same)} == {"float32"}

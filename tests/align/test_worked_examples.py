@@ -164,20 +164,20 @@ def slot_of(state, slot):
 
 
 def walk(policy, K, steps):
-    spec = AlignConfig((GROUP,), 4, K, max_num_seqs=2, max_model_len=40, policy=policy)
-    state = AlignState.create(spec)
-    columns = jnp.arange(FIRST, FIRST + spec.num_columns, dtype=jnp.int32)
-    tables = BlockTables(blocks=jnp.broadcast_to(columns, (1, 2, spec.num_columns)))
+    align = AlignConfig((GROUP,), 4, K, max_num_seqs=2, max_model_len=40, policy=policy)
+    state = AlignState.create(align)
+    columns = jnp.arange(FIRST, FIRST + align.num_columns, dtype=jnp.int32)
+    tables = BlockTables(blocks=jnp.broadcast_to(columns, (1, 2, align.num_columns)))
     for number, step in enumerate(steps):
         where = f"step {number}"
         if isinstance(step, Enter):
-            state = add_requests(state, Additions.from_host(spec, 2, [1], [step.nc]))
+            state = add_requests(state, Additions.from_host(align, 2, [1], [step.nc]))
             assert slot_of(state, 1) == (step.nc, 1, step.column), where
             continue
         drafts = -1 if step.accepted == 0 else step.q - 1
-        batch = StepBatch.from_host(spec, 1, [1], [0, step.q], [drafts])
-        state, indices = begin_step(spec, state, batch, tables)
-        state, plan = plan_finish(spec, state, batch, indices, jnp.array([step.accepted]), tables)
+        batch = StepBatch.from_host(align, 1, [1], [0, step.q], [drafts])
+        state, indices = begin_step(align, state, batch, tables)
+        state, plan = plan_finish(align, state, batch, indices, jnp.array([step.accepted]), tables)
         at, plan = to_numpy(indices), to_numpy(plan)
 
         assert at.num_computed_tokens[0] == step.nc, where
@@ -208,8 +208,8 @@ def test_example_d_plain_decode(policy):
 
 
 def walk_on_the_host(K, steps):
-    spec = AlignConfig((GROUP,), 4, K, max_num_seqs=1, max_model_len=40, policy="pre_copy")
-    columns, running_columns, accepted, resumed = range(FIRST, FIRST + spec.num_columns), {}, [1], ()
+    align = AlignConfig((GROUP,), 4, K, max_num_seqs=1, max_model_len=40, policy="pre_copy")
+    columns, running_columns, accepted, resumed = range(FIRST, FIRST + align.num_columns), {}, [1], ()
     for number, step in enumerate(steps):
         where = f"step {number}"
         if isinstance(step, Enter):
@@ -223,17 +223,17 @@ def walk_on_the_host(K, steps):
             block_rows=[[columns]],
         )
         scheduled = SimpleNamespace(finished_req_ids=(), preempted_req_ids=None, resumed_req_ids=resumed)
-        plan, accepted = preprocess_mamba(spec, scheduled, batch, running_columns, accepted)
+        plan, accepted = preprocess_mamba(align, scheduled, batch, running_columns, accepted)
         assert the_copy(plan) == step.before, where
         assert running_columns == {"r": step.column}, where
-        at = gather_state_indices(spec, batch, running_columns, accepted, 1)
+        at = gather_state_indices(align, batch, running_columns, accepted, 1)
         if step.read is None:
             assert not at.has_initial_state[0], where
         else:
             read = Read(int(at.recurrent_read[0, 0]) - FIRST, int(at.conv_read[0, 0]) - FIRST, int(at.window_row[0]))
             assert read == (step.read if step.before is None else Read(step.column, step.column, 0)), where
         np.testing.assert_array_equal(at.write[0, 0] - FIRST, step.column + np.arange(1 + K), err_msg=where)
-        plan, accepted = postprocess_mamba(spec, batch, running_columns, [step.accepted])
+        plan, accepted = postprocess_mamba(align, batch, running_columns, [step.accepted])
         assert the_copy(plan) == step.after, where
         assert accepted[0] == (step.left or max(step.accepted, 1)), where
         resumed = ()

@@ -68,9 +68,9 @@ class TestPipeline:
     @pytest.mark.parametrize("policy", WRITES_EACH)
     def test_a_cycle_has_its_share_of_crossing_rows_and_counts_the_bytes_that_move(self, policy, drafts):
         case = step_case(policy, drafts)
-        buffers, slots = pipeline.make_buffers(case), case.spec.max_num_seqs
+        buffers, slots = pipeline.make_buffers(case), case.align.max_num_seqs
         state, window_row = 2 * 16 * 16 * 4, 6 * 16 * 2
-        assert slots // 3 * case.spec.bytes_per_block * 3 >= 1 << 17
+        assert slots // 3 * case.align.bytes_per_block * 3 >= 1 << 17
         assert case.shares == ((0,) if policy == "none" else (0, Fraction(1, 16), 1))
         for share in case.shares:
             cycle = pipeline.make_cycle(case, share)

@@ -109,7 +109,7 @@ def test_a_preempted_request_resumes_from_the_last_boundary_that_it_passed(count
 @pytest.mark.parametrize("K", [0, 3])
 def test_a_running_request_holds_two_blocks_whatever_the_number_of_drafts(stepping, K):
     engine = make(num_speculative_tokens=K, block_size=32, fold_length=8, **stepping)
-    assert engine.spec.blocks_per_request(engine.config.steps_in_flight) == 2 + engine.config.steps_in_flight
+    assert engine.align.blocks_per_request(engine.config.steps_in_flight) == 2 + engine.config.steps_in_flight
     number = engine.add_request(book(5, 40), SamplingParams(max_tokens=80, ignore_eos=True))
     held = []
     while engine.has_unfinished:

@@ -40,20 +40,20 @@ def model(tmp_path_factory):
     return load_model(write_small_with_head(CHECKPOINT, tmp_path_factory.mktemp("small")))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "spec"))
-def _whole(params, tokens, length, *, graph, spec):
+@functools.partial(jax.jit, static_argnames=("graph", "align"))
+def _whole(params, tokens, length, *, graph, align):
     model, size = graph.model(params), tokens.shape[0]
     batch = StepBatch(
         idx_mapping=jnp.zeros(1, jnp.int32), query_start_loc=jnp.stack([jnp.int32(0), length - 1]),
         num_drafts=jnp.full(1, -1, jnp.int32),
     )  # fmt: skip
-    kv, tables = KVPages.create(model.kv_spec(draft=True), 3, size), jnp.ones((1, 1, spec.num_columns), jnp.int32)
-    _, indices = begin_step(spec, AlignState.create(spec), batch, BlockTables(blocks=tables))
+    kv, tables = KVPages.create(model.kv_spec(draft=True), 3, size), jnp.ones((1, 1, align.num_columns), jnp.int32)
+    _, indices = begin_step(align, AlignState.create(align), batch, BlockTables(blocks=tables))
     step = step_inputs(
         batch, indices, num_decode_rows=0, page_tables=jnp.array([[1, 2]], jnp.int32), num_tokens=size,
         page_size=size, num_pages=3,
     )  # fmt: skip
-    hidden, _, kv = model(tokens, step, StatePool.create(spec, 2), kv)
+    hidden, _, kv = model(tokens, step, StatePool.create(align, 2), kv)
     drafts, _ = draft_with_head(model, hidden, jnp.roll(tokens, -1), step, kv, (length - 2)[None], jnp.ones(1, bool), K)
     return drafts[0]
 
@@ -62,12 +62,12 @@ def _whole(params, tokens, length, *, graph, spec):
 def fresh(model):
     """Returns the head's drafts after tokens that run in one piece."""
     graph, params = Graph.split(model)
-    spec = AlignConfig(groups=model.state_groups(), block_size=96, max_num_seqs=1, max_model_len=96, mode="none")
+    align = AlignConfig(groups=model.state_groups(), block_size=96, max_num_seqs=1, max_model_len=96, mode="none")
 
     def fresh(tokens):
         padded = np.zeros(96, np.int32)
         padded[: len(tokens)] = tokens
-        return _whole(params, padded, jnp.int32(len(tokens)), graph=graph, spec=spec).tolist()
+        return _whole(params, padded, jnp.int32(len(tokens)), graph=graph, align=align).tolist()
 
     return fresh
 

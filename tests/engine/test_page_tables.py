@@ -89,7 +89,7 @@ def test_what_a_step_computes_does_not_grow_with_the_longest_sequence(bucket):
         num_speculative_tokens=2, async_stepping=True, block_size=64,
     )  # fmt: skip
     runner = Engine(random_model(TINY), config).runner
-    columns = runner.spec.num_columns
+    columns = runner.align.num_columns
     found = {shape for shape in shapes(runner.trace(bucket)) if {40_000, 2500, columns} & set(shape)}
     entered = {(3, 2500)} if bucket.prefill_rows else set()
     assert found == {(5, 40_000), (5, 2500), (1, 5, columns)} | entered

@@ -235,7 +235,7 @@ def crowd(engine, states, pages):
     """Takes blocks and pages until one request and so many more fit; returns the names that hold them."""
     cache, config = engine.cache, engine.config
     size = cache.kv.page_size
-    max_blocks = engine.spec.blocks_per_request(engine.steps_in_flight, max_chunk=config.max_num_batched_tokens)
+    max_blocks = engine.align.blocks_per_request(engine.steps_in_flight, max_chunk=config.max_num_batched_tokens)
     # A request that holds a block holds a page.
     pages = max(cache.kv.pool.num_available - cache.kv.pages_for(config.max_model_len) - pages, 0)
     states = min(max(cache.states.pool.num_available - max_blocks - states, 0), pages)

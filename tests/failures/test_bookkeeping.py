@@ -162,8 +162,8 @@ def test_columns_that_do_not_belong_to_a_request_are_never_used(policy):
 
 
 def test_columns_are_counted_in_state_blocks_whatever_the_page_size():
-    spec = AlignConfig((GroupSpec("layers", 1, STATES),), 2176, 3, 2, max_model_len=131072)
-    additions = Additions.from_host(spec, 2, [0, 1], [46 * 2176, 2176])
+    align = AlignConfig((GroupSpec("layers", 1, STATES),), 2176, 3, 2, max_model_len=131072)
+    additions = Additions.from_host(align, 2, [0, 1], [46 * 2176, 2176])
     assert additions.running_column.tolist() == [45, 0]
 
 
@@ -172,9 +172,9 @@ def test_every_column_that_a_step_may_touch_is_in_the_table():
     for block, drafts, longest in itertools.product(range(1, 7), range(6), (7, 8, 24, 25)):
         if block <= drafts:
             continue
-        spec = AlignConfig((GroupSpec("layers", 1, STATES),), block, drafts, 1, max_model_len=longest)
+        align = AlignConfig((GroupSpec("layers", 1, STATES),), block, drafts, 1, max_model_len=longest)
         last = running_column(0, longest, block) + drafts
-        assert last == spec.num_columns - 1
+        assert last == align.num_columns - 1
 
 
 def test_no_boundary_after_the_accepted_tokens_is_saved():

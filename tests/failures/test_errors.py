@@ -29,7 +29,7 @@ def names():
         given
         | vars(pallas_kernels)
         | dict(model=model, engine=Engine(model, EngineConfig(**SIZES, max_waiting=2)), jnp=jnp, np=np)
-        | dict(BlockPool=BlockPool, KVSpec=KVSpec, spec=AlignConfig(model.state_groups(), 8))
+        | dict(BlockPool=BlockPool, KVSpec=KVSpec, align=AlignConfig(model.state_groups(), 8))
     )
 
 

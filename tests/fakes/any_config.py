@@ -64,14 +64,14 @@ def run_step(block_size, states, tables, additions, updates, batch, num_sampled,
     """Runs the step under every policy, one entry of `states` for each, and the device's part of the host path."""
     tables, results = update_block_tables(tables, updates), {}
     for policy, base in POLICIES.items():
-        spec = AnyConfig(base, block_size)
+        align = AnyConfig(base, block_size)
         state = add_requests(states[policy], additions)
-        state, indices = begin_step(spec, state, batch, tables)
-        results[policy] = state, indices, *plan_finish(spec, state, batch, indices, num_sampled, tables)
+        state, indices = begin_step(align, state, batch, tables)
+        results[policy] = state, indices, *plan_finish(align, state, batch, indices, num_sampled, tables)
     staged, sampled, slots = host_inputs
     offset, column = interior_checkpoints(indices.num_computed_tokens, batch.num_tokens, block_size, LONGEST)
     interior = offset, tables.lookup(batch.idx_mapping[:, None], column)
-    return tables, results, plan_postprocess(spec, staged, sampled, tables, slots), interior
+    return tables, results, plan_postprocess(align, staged, sampled, tables, slots), interior
 
 
 # Blocks of 9 tokens and no column for a draft: as many columns as there are tokens to fill with the smallest blocks.
@@ -81,9 +81,9 @@ DEFERRED = {"deferred": replace(WIDEST, policy="deferred", fold_length=9, num_sp
 @jax.jit
 def run_deferred_step(block_size, fold_length, states, tables, additions, updates, batch, num_sampled):
     """Runs the step under policy "deferred". What it returns is that of `run_step` without the host path."""
-    tables, spec = update_block_tables(tables, updates), AnyConfig(DEFERRED["deferred"], block_size, fold_length)
+    tables, align = update_block_tables(tables, updates), AnyConfig(DEFERRED["deferred"], block_size, fold_length)
     state = add_requests(states["deferred"], additions)
-    state, indices = begin_step(spec, state, batch, tables)
-    results = {"deferred": (state, indices, *plan_finish(spec, state, batch, indices, num_sampled, tables))}
+    state, indices = begin_step(align, state, batch, tables)
+    results = {"deferred": (state, indices, *plan_finish(align, state, batch, indices, num_sampled, tables))}
     offset, column = interior_checkpoints(indices.num_computed_tokens, batch.num_tokens, block_size, LONGEST)
     return tables, results, None, (offset, tables.lookup(batch.idx_mapping[:, None], column))

@@ -76,42 +76,42 @@ class NoProjections:
 MAMBA2.in_proj = MAMBA2.out_proj = NoProjections()
 
 
-def run_layers(spec, rows, chunks, x, pool):
+def run_layers(align, rows, chunks, x, pool):
     """Runs all layers on the same inputs."""
     qkv, b, a = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :: DIM]
     arrays = *pool.states[0], *pool.ring(0)
     for layer in range(LAYERS):
         at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
-        if spec.groups == (MAMBA2_GROUP,):
+        if align.groups == (MAMBA2_GROUP,):
             out, *arrays = MAMBA2(x, at, *arrays)
             continue
-        weights, layout = map(jnp.asarray, (TAPS, A_LOG, BIAS)), spec.groups[0].states[0].layout
+        weights, layout = map(jnp.asarray, (TAPS, A_LOG, BIAS)), align.groups[0].states[0].layout
         out, *arrays = convolved_delta_rule(qkv, a, b, *weights, at, *arrays, window_layout=layout)
     return out, pool.with_group(0, arrays)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "decode_rows", "migrates"))
-def run_step(spec, state, pool, tables, additions, batch, x, num_sampled, decode_rows, migrates):
+@functools.partial(jax.jit, static_argnames=("align", "decode_rows", "migrates"))
+def run_step(align, state, pool, tables, additions, batch, x, num_sampled, decode_rows, migrates):
     state = add_requests(state, additions)
-    state, indices = begin_step(spec, state, batch, tables)
-    pool = migrate(spec, pool, indices) if migrates else pool
+    state, indices = begin_step(align, state, batch, tables)
+    pool = migrate(align, pool, indices) if migrates else pool
     rows = split_rows(batch, indices, decode_rows)
-    out, pool = run_layers(spec, rows, rows.chunks(x.shape[0]), x, pool)
-    state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables)
+    out, pool = run_layers(align, rows, rows.chunks(x.shape[0]), x, pool)
+    state, pool = finish_step(align, state, pool, batch, indices, num_sampled, tables)
     lost = indices.num_null_reads() + (0 if migrates else indices.folds.num_unsettled())
     return out, state, pool, lost
 
 
-fold = jax.jit(fold_slots, static_argnames="spec")
+fold = jax.jit(fold_slots, static_argnames="align")
 
 
 class Server:
     """Slots with a block in every column. Pool and rings start as NaN."""
 
-    def __init__(self, seed=0, spec=SPEC):
-        self.rng, self.spec = np.random.default_rng(seed), spec
-        self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(spec, 64))
-        self.state, columns = AlignState.create(spec), spec.num_columns
+    def __init__(self, seed=0, align=SPEC):
+        self.rng, self.align = np.random.default_rng(seed), align
+        self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(align, 64))
+        self.state, columns = AlignState.create(align), align.num_columns
         self.blocks = 1 + np.arange(SLOTS * columns, dtype=np.int32).reshape(SLOTS, columns)
         self.sequences, self.entering, self.outputs = {}, {}, {}
 
@@ -139,13 +139,13 @@ class Server:
                 x[begin : begin + n] = self.sequences[slot][computed[slot] :][:n]
                 if kind >= 0:  # What follows the accepted tokens are wrong drafts.
                     x[begin + taken : begin + n] = self.rng.normal(size=(n - taken, x.shape[1]))
-        batch = StepBatch.from_host(self.spec, SLOTS + 1, slots, starts, drafts)
-        additions = Additions.from_host(self.spec, SLOTS, list(self.entering), list(self.entering.values()))
+        batch = StepBatch.from_host(self.align, SLOTS + 1, slots, starts, drafts)
+        additions = Additions.from_host(self.align, SLOTS, list(self.entering), list(self.entering.values()))
         self.entering = {}
         tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
         sampled = np.array([*accepted, *[1] * (SLOTS + 1 - len(accepted))], np.int32)
         out, self.state, self.pool, lost = run_step(
-            self.spec, self.state, self.pool, tables, additions, batch, x, sampled, SLOTS, migrates
+            self.align, self.state, self.pool, tables, additions, batch, x, sampled, SLOTS, migrates
         )
         for slot, begin, n, taken, kind in zip(slots, starts, lengths, accepted, drafts, strict=False):
             for t in range(taken if kind >= 0 else n):
@@ -163,10 +163,10 @@ class Server:
 
     def fold(self, slot):
         tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
-        self.state, self.pool = fold(self.spec, self.state, self.pool, tables, jnp.array([slot, -1]))
+        self.state, self.pool = fold(self.align, self.state, self.pool, tables, jnp.array([slot, -1]))
 
     def boundary(self, slot, tokens):
         block = self.blocks[slot, tokens // BLOCK - 1]
         conv, recurrent = (np.asarray(x[:, block]) for x in self.pool.states[0])
-        conv = conv if self.spec.groups[0].states[0].layout == "SD" else conv.swapaxes(1, 2)
+        conv = conv if self.align.groups[0].states[0].layout == "SD" else conv.swapaxes(1, 2)
         return conv[:, : WIDTH - 1], recurrent

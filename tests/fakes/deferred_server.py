@@ -54,7 +54,7 @@ class DeferredMachine(Machine):
         L, width = self.lengths[L % len(self.lengths)] if self.lengths else L, self.width or width
         mode = mode if self.keeps_interior or mode != "all" else "align"
         K, block_size = min(K, (L - 1) // 2), L * groups
-        self.spec = make_spec(
+        self.align = make_spec(
             width=width,
             block_size=block_size,
             num_speculative_tokens=K,
@@ -64,10 +64,10 @@ class DeferredMachine(Machine):
             fold_length=L,
         )
         # A chunk after a verify row is not published at its dispatch, and its first column is held a step longer.
-        held = self.spec.blocks_per_request(lag, max_chunk=2 * block_size) + (mode != "none")
+        held = self.align.blocks_per_request(lag, max_chunk=2 * block_size) + (mode != "none")
         self.num_blocks = 1 + room * held
         self.manager = StateBlockManager(self.num_blocks, block_size, K, mode=mode, fold_length=L)
-        pool = DeferredPool(self.num_blocks, width, K, self.spec.state_block_size, fold_length=L, slots=SLOTS)
+        pool = DeferredPool(self.num_blocks, width, K, self.align.state_block_size, fold_length=L, slots=SLOTS)
         self.pools, self.unfolded = {"deferred": pool}, {}
         self.open(lag, never, first)
 
@@ -80,7 +80,7 @@ class DeferredMachine(Machine):
     def run(self, *inputs):
         *inputs, _ = inputs
         return run_deferred_step(
-            np.int32(self.size), np.int32(self.spec.fold_length), self.states, self.tables, *inputs
+            np.int32(self.size), np.int32(self.align.fold_length), self.states, self.tables, *inputs
         )
 
     def dispatch(self, rows, entering, entries):
@@ -90,7 +90,7 @@ class DeferredMachine(Machine):
 
     def offer(self, request, row):
         """Decode rows of known tokens leave their state to the next step. Nothing is published for them yet."""
-        if self.spec.mode == "none" or any(step.drafts > 0 for step in [*request.pending, row]):
+        if self.align.mode == "none" or any(step.drafts > 0 for step in [*request.pending, row]):
             return
         columns, is_chunk = self.manager.columns(request.name), row.drafts < 0
         boundary = self.manager.publish(request.name, row.after, is_prefill_row=is_chunk)
@@ -100,7 +100,7 @@ class DeferredMachine(Machine):
         else:
             self.check_folded(row, columns, self.unfolded.pop(request.name, 0))
             row.offered = True
-            inside = row.inside(self.size) if self.spec.mode == "all" else [row.boundary(self.size)]
+            inside = row.inside(self.size) if self.align.mode == "all" else [row.boundary(self.size)]
             self.keep_cached(request, row, filter(None, inside))
 
     def release(self, request, row):
@@ -134,7 +134,7 @@ class DeferredMachine(Machine):
         assert boundary == self.unfolded.pop(request.name, 0)
         if boundary and how in ("finish", "stop", "preempt"):
             slots = np.array([slot, -1], np.int32)
-            sizes = np.int32(self.size), np.int32(self.spec.fold_length)
+            sizes = np.int32(self.size), np.int32(self.align.fold_length)
             state, folds = plan_fold(*sizes, self.states["deferred"], self.tables, slots)
             before, after = to_numpy(self.states["deferred"]), to_numpy(state)
             self.before_fold, self.states["deferred"], self.known = self.states["deferred"], state, after
@@ -160,7 +160,7 @@ class DeferredMachine(Machine):
         """Does nothing here. A subclass repeats the fold, before which the state was `before_fold`, elsewhere."""
 
     def commit(self, request, row):
-        if row.slot < 0 and self.spec.mode != "none":
+        if row.slot < 0 and self.align.mode != "none":
             # A state that was loaded is in its block already.
             self.manager.publish(request.name, row.after, is_prefill_row=True)
             found = len(row.after) % self.size == 0
@@ -174,7 +174,7 @@ class DeferredMachine(Machine):
     def count_events(self, rows, indices, plan, before, after):
         assert plan is None
         windows = indices.folds.windows
-        if self.K == 0 or self.spec.mode == "none":
+        if self.K == 0 or self.align.mode == "none":
             assert not windows.block.any()
         no_copies = SimpleNamespace(destination=windows.block, conv_source=windows.read, window_row=windows.first_row)
         super().count_events(rows, indices, no_copies, before, after)
@@ -184,7 +184,7 @@ class DeferredMachine(Machine):
                 self.events["crosses without a fold"] += (
                     not indices.folds.block[0, r]
                     and len(row.before) + len(row.inputs)
-                    > -(-(len(row.before) + 1) // self.spec.fold_length) * self.spec.fold_length
+                    > -(-(len(row.before) + 1) // self.align.fold_length) * self.align.fold_length
                 )
             self.events["settles"] += bool(indices.folds.unsettled[r])
             self.events["settles after a fold"] += bool(indices.folds.unsettled[r] and indices.folds.block[0, r])

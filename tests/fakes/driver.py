@@ -37,13 +37,13 @@ def run_step(
     kv,
     *,
     graph,
-    spec,
+    align,
     num_decode_rows,
     implementation,
 ):
     model = nnx.merge(graph, params)
-    state, indices = begin_step(spec, state, batch, tables)
-    pool = migrate(spec, pool, indices)
+    state, indices = begin_step(align, state, batch, tables)
+    pool = migrate(align, pool, indices)
     step = step_inputs(
         batch,
         indices,
@@ -54,12 +54,12 @@ def run_step(
         num_pages=kv.keys.shape[1],
     )
     hidden, pool, kv = model(tokens, step, pool, kv, implementation=implementation)
-    state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables)
+    state, pool = finish_step(align, state, pool, batch, indices, num_sampled, tables)
     return model.logits(hidden), state, pool, kv
 
 
 compiled = functools.partial(
-    jax.jit, static_argnames=("graph", "spec", "num_decode_rows", "implementation"), donate_argnums=(7, 8)
+    jax.jit, static_argnames=("graph", "align", "num_decode_rows", "implementation"), donate_argnums=(7, 8)
 )
 _step = compiled(run_step)
 
@@ -74,7 +74,7 @@ class Driver:
         self, model, policy="copy_free", num_speculative_tokens=2, slots=4, one_program=False, implementation=None
     ):
         self.one_program, self.implementation, self.program = one_program, implementation, _step
-        self.spec = AlignConfig(
+        self.align = AlignConfig(
             groups=model.state_groups(),
             block_size=32,
             num_speculative_tokens=num_speculative_tokens,
@@ -83,9 +83,9 @@ class Driver:
             policy=policy,
         )
         garbage = functools.partial(jax.tree.map, lambda x: jnp.full_like(x, jnp.nan))
-        self.pool = garbage(StatePool.create(self.spec, 64))
+        self.pool = garbage(StatePool.create(self.align, 64))
         self.kv = garbage(KVPages.create(model.kv_spec(), 64, PAGE_SIZE))
-        self.state, self.tables = AlignState.create(self.spec), BlockTables.create(self.spec)
+        self.state, self.tables = AlignState.create(self.align), BlockTables.create(self.align)
         self.pages = np.zeros((slots, 256 // PAGE_SIZE), np.int32)
         self.computed = [0] * slots
         self.graph, self.params = nnx.split(model)
@@ -96,7 +96,7 @@ class Driver:
 
     def add(self, slot, computed=0, like=None):
         """Puts a request into `slot`. It resumes from the first `computed` tokens of the request in slot `like`."""
-        self.state = add_requests(self.state, Additions.from_host(self.spec, 1, [slot], [computed]))
+        self.state = add_requests(self.state, Additions.from_host(self.align, 1, [slot], [computed]))
         self.computed[slot] = computed
         self.pages[slot] = 0
         if computed:
@@ -105,13 +105,13 @@ class Driver:
             self.pages[slot, : computed // PAGE_SIZE] = self.pages[like, : computed // PAGE_SIZE]
 
     def _set(self, entries):
-        updates = TableUpdates.from_host(self.spec, 8, [(0, *map(int, entry)) for entry in entries])
+        updates = TableUpdates.from_host(self.align, 8, [(0, *map(int, entry)) for entry in entries])
         self.tables = update_block_tables(self.tables, updates)
 
     def _allocate(self, slot, length):
         end = self.computed[slot] + length
         running, held = -(-end // 32) - 1, self.blocks(slot)
-        columns = range(running, min(running + self.spec.window, len(held)))
+        columns = range(running, min(running + self.align.window, len(held)))
         self._set([(slot, column, next(self._blocks)) for column in columns if not held[column]])
         for page in range(self.computed[slot] // PAGE_SIZE, -(-end // PAGE_SIZE)):
             self.pages[slot, page] = self.pages[slot, page] or next(self._pages)
@@ -131,13 +131,13 @@ class Driver:
                 self._allocate(slot, len(tokens))
         loc = np.cumsum([0, *(len(tokens) for _, tokens in rows)])
         drafts = [len(decode[slot]) - 1 if len(decode.get(slot, ())) > 1 else -1 for slot, _ in rows]
-        batch = StepBatch.from_host(self.spec, len(rows), [slot for slot, _ in rows], loc, drafts)
-        packed = np.zeros(num_decode_rows * self.spec.window + PREFILL_TOKENS * prefilling, np.int32)
+        batch = StepBatch.from_host(self.align, len(rows), [slot for slot, _ in rows], loc, drafts)
+        packed = np.zeros(num_decode_rows * self.align.window + PREFILL_TOKENS * prefilling, np.int32)
         packed[: loc[-1]] = np.concatenate([tokens for _, tokens in rows])
         sampled = np.array([accepted.get(slot, 1) for slot, _ in rows], np.int32)
         logits, self.state, self.pool, self.kv = self.program(
             self.params, packed, batch, sampled, self.pages, self.tables, self.state, self.pool, self.kv,
-            graph=self.graph, spec=self.spec, num_decode_rows=num_decode_rows, implementation=self.implementation,
+            graph=self.graph, align=self.align, num_decode_rows=num_decode_rows, implementation=self.implementation,
         )  # fmt: skip
         logits = np.asarray(logits)
         assert np.isfinite(logits).all(), "logits must be finite, those of padding included"

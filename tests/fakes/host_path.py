@@ -22,8 +22,8 @@ def same(ours, theirs):
 class HostPath:
     """The state of the host path: running columns and accepted counts by request."""
 
-    def __init__(self, spec, tables, bucket):
-        self.spec, self.tables, self.bucket = spec, tables, bucket
+    def __init__(self, align, tables, bucket):
+        self.align, self.tables, self.bucket = align, tables, bucket
         self.state_idx, self.counts, self.steps = {}, AcceptedTokens(), 0
         self.finished, self.preempted = [], []
 
@@ -47,8 +47,8 @@ class HostPath:
         scheduled = Scheduled(self.finished, self.preempted or None, resumed)
         self.finished, self.preempted = [], []
         accepted = self.counts.reorder(scheduled, names)
-        self.migration, accepted = preprocess_mamba(self.spec, scheduled, self.batch, self.state_idx, accepted)
-        self.indices = gather_state_indices(self.spec, self.batch, self.state_idx, accepted, self.bucket)
+        self.migration, accepted = preprocess_mamba(self.align, scheduled, self.batch, self.state_idx, accepted)
+        self.indices = gather_state_indices(self.align, self.batch, self.state_idx, accepted, self.bucket)
         staged = stage_postprocess_inputs_to_gpu(self.batch, self.state_idx, self.bucket)
         self.sampled = num_sampled[places]
         pad = lambda values, fill: np.append(values, [fill] * (self.bucket - len(rows))).astype(np.int32)
@@ -56,7 +56,7 @@ class HostPath:
 
     def check(self, indices, plan, fused, state, slots):
         """Compares with what the device found in the same step. `slots` are the slots of all running requests."""
-        n, window = len(self.rows), self.spec.window
+        n, window = len(self.rows), self.align.window
         ours, theirs = range(n), self.places
         assert same(moves(self.migration, ours), moves(indices.migration, theirs))
         for name, value in self.indices._asdict().items():
@@ -64,7 +64,7 @@ class HostPath:
             found = found[..., :window] if name == "write" else found
             axis = 1 if name in ("recurrent_read", "conv_read", "write") else 0
             assert (value.take(ours, axis) == found.take(theirs, axis)).all(), name
-        saves, accepted = postprocess_mamba(self.spec, self.batch, self.state_idx, self.sampled)
+        saves, accepted = postprocess_mamba(self.align, self.batch, self.state_idx, self.sampled)
         fused_plan, fused_accepted = fused
         assert same(moves(saves, ours), moves(plan, theirs))
         assert same(moves(saves, ours), moves(jax.tree.map(np.asarray, fused_plan), ours))

@@ -47,11 +47,11 @@ XLA = Run(implementation="xla")
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=EMITTERS)
-def run_kernels(spec, pool, released, batch, indices, plan, tokens):
+def run_kernels(align, pool, released, batch, indices, plan, tokens):
     """The step of one layer of each group. Released blocks are set to NaN."""
     for group, blocks in enumerate(released):
         pool = pool.with_group(group, [x.at[:, blocks].set(jnp.nan, mode="drop") for x in pool.states[group]])
-    pool = copy_states(spec, pool, indices.migration, implementation="xla")
+    pool = copy_states(align, pool, indices.migration, implementation="xla")
     x, g, beta = tokens
 
     def layers(causal_conv1d, delta_rule, rows, x, g, beta, conv, recurrent, short):
@@ -77,7 +77,7 @@ def run_kernels(spec, pool, released, batch, indices, plan, tokens):
         decode, prefill, (x, g, beta), (conv, recurrent, short), DECODE_TOKENS
     )
     pool = pool.with_group(0, (conv, recurrent)).with_group(1, (short,))
-    return out, copy_states(spec, pool, plan, implementation="xla")
+    return out, copy_states(align, pool, plan, implementation="xla")
 
 
 class KernelMachine(Machine):

@@ -29,14 +29,14 @@ class Request:
 class Server:
     """A simple random scheduler over one pool. It reads each result before it makes the next step."""
 
-    def __init__(self, spec, num_blocks, rng):
-        self.spec, self.rng, self.size, self.num_blocks = spec, rng, spec.state_block_size, num_blocks
-        self.K, self.bs = spec.num_speculative_tokens, spec.block_size
+    def __init__(self, align, num_blocks, rng):
+        self.align, self.rng, self.size, self.num_blocks = align, rng, align.state_block_size, num_blocks
+        self.K, self.bs = align.num_speculative_tokens, align.block_size
         self.pool = Pool(num_blocks, WIDTH, self.K, self.size)
         self.free = list(range(1, num_blocks))
         self.cached = {}
         self.running, self.waiting = [], []
-        self.tables = np.zeros((2, spec.max_num_seqs, spec.num_columns), np.int32)
+        self.tables = np.zeros((2, align.max_num_seqs, align.num_columns), np.int32)
         self.tokens, self.ids = itertools.count(), itertools.count()
         self.events = collections.Counter()
 
@@ -45,7 +45,7 @@ class Server:
 
     def enter(self, req_id, prompt):
         """Starts a request on the longest cached prefix of its prompt. Old entries of the slot's block row stay."""
-        slot = min(set(range(self.spec.max_num_seqs)) - {request.slot for request in self.running})
+        slot = min(set(range(self.align.max_num_seqs)) - {request.slot for request in self.running})
         request = Request(req_id, slot, prompt)
         for block, tokens in self.cached.items():
             if len(request.computed) < len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens:
@@ -73,7 +73,7 @@ class Server:
         """Ends, preempts, resumes and starts some requests."""
         rng, finished, preempted, resumed = self.rng, [], [], []
         for request in list(self.running):
-            full = len(request.computed) + 1 >= self.spec.max_model_len
+            full = len(request.computed) + 1 >= self.align.max_model_len
             if full or rng.random() < 0.03:
                 self.leave(request)
                 finished.append(request.req_id)
@@ -86,13 +86,13 @@ class Server:
                 self.waiting.append((request.req_id, again or self.fresh(1)))
                 self.events["preempted"] += 1
         rng.shuffle(self.waiting)
-        while len(self.running) < self.spec.max_num_seqs and rng.random() < 0.6:
+        while len(self.running) < self.align.max_num_seqs and rng.random() < 0.6:
             if self.waiting and rng.random() < 0.5:
                 req_id, prompt = self.waiting.pop()
                 resumed.append(req_id)
             else:
-                shared = rng.choice([(), *self.cached.values()])[: self.spec.max_model_len - 2]
-                room = self.spec.max_model_len - 1 - len(shared)
+                shared = rng.choice([(), *self.cached.values()])[: self.align.max_model_len - 2]
+                room = self.align.max_model_len - 1 - len(shared)
                 prompt = shared + self.fresh(rng.randint(1, min(room, 3 * self.bs + 2)))
                 req_id = f"r{next(self.ids)}"
             self.enter(req_id, prompt)
@@ -101,7 +101,7 @@ class Server:
     def row(self, request):
         """Chooses what a request runs in this step."""
         rng, start = self.rng, len(request.computed)
-        room = self.spec.max_model_len - start
+        room = self.align.max_model_len - start
         if rng.random() < 0.15 or room == 0:
             return Row(request.slot, request.computed, (), rng.randint(-1, self.K), held=request.held)
         if start >= len(request.prompt) and rng.random() < 0.1:
@@ -178,8 +178,8 @@ def mirrored(tree, num_blocks):
 def run_all(block_size, K, steps):
     """Runs random steps through the host path, checks each, and returns how often each special case occurred."""
     rng = random.Random(f"{block_size} {K} all")
-    spec = make_spec(block_size, K, "all")
-    server = Server(spec, 1 + SLOTS * (K + 9) + 60, rng)
+    align = make_spec(block_size, K, "all")
+    server = Server(align, 1 + SLOTS * (K + 9) + 60, rng)
     state_idx, counts, events, pool = {}, AcceptedTokens(), server.events, server.pool
     for _ in range(steps):
         scheduled = server.schedule()
@@ -187,7 +187,7 @@ def run_all(block_size, K, steps):
         batch = server.batch(requests, rows)
         cleanup_mamba_state_idx(scheduled, state_idx)
         accepted = counts.reorder(scheduled, batch.req_ids)
-        indices = gather_state_indices(spec, batch, state_idx, accepted, SLOTS)
+        indices = gather_state_indices(align, batch, state_idx, accepted, SLOTS)
         mirrored(indices, server.num_blocks)
         holders = collections.Counter(block for request in server.running for block in request.held.values())
         pool.start(rows, holders, server.cached)
@@ -205,7 +205,7 @@ def run_all(block_size, K, steps):
             else:
                 events["anchored"] += requests[r].req_id in state_idx and accepted[r] > 1
         published = [max(server.boundaries(row), default=0) for row in rows]
-        plan, accepted = postprocess_mamba(spec, batch, state_idx, [row.accepted for row in rows], published)
+        plan, accepted = postprocess_mamba(align, batch, state_idx, [row.accepted for row in rows], published)
         assert plan.is_empty
         counts.expect(batch.req_ids, accepted)
         server.finish(requests, rows)

@@ -86,24 +86,24 @@ class Machine(UnusualHost, RuleBasedStateMachine):
     def configure(self, mode, block_size, K, width, lag, room, never, first):
         mode = mode if self.keeps_interior or mode != "all" else "align"
         K, width = K if mode == "none" else K % block_size, self.width or width
-        self.spec = make_spec(
+        self.align = make_spec(
             width=width,
             block_size=block_size,
             num_speculative_tokens=K,
             max_model_len=LONGEST - 7 * (9 - block_size),
             mode=mode,
         )
-        self.num_blocks = 1 + room * self.spec.blocks_per_request(lag, max_chunk=2 * block_size)
+        self.num_blocks = 1 + room * self.align.blocks_per_request(lag, max_chunk=2 * block_size)
         self.manager = StateBlockManager(self.num_blocks, block_size, K, mode=mode)
-        size = self.spec.state_block_size
+        size = self.align.state_block_size
         self.pools = {policy: Pool(self.num_blocks, width, K, size) for policy in POLICIES}
         self.open(lag, never, first)
 
     def open(self, lag, never, first):
-        """Makes the slots, after the spec, the manager and the pools, and lets the first requests enter."""
+        """Makes the slots, after the configuration, the manager and the pools, and lets the first requests enter."""
         self.size, self.K, self.lag, self.never = (
-            self.spec.state_block_size,
-            self.spec.num_speculative_tokens,
+            self.align.state_block_size,
+            self.align.num_speculative_tokens,
             lag,
             never,
         )
@@ -122,8 +122,8 @@ class Machine(UnusualHost, RuleBasedStateMachine):
 
     def make_host_path(self, tables):
         # Mode "all" reads and writes as "align" does, and keeps more.
-        mode = "align" if self.spec.mode == "all" else self.spec.mode
-        return HostPath(replace(self.spec, policy="pre_copy", mode=mode), tables, SLOTS)
+        mode = "align" if self.align.mode == "all" else self.align.mode
+        return HostPath(replace(self.align, policy="pre_copy", mode=mode), tables, SLOTS)
 
     def start(self):
         """Does nothing here. A subclass repeats the step elsewhere."""
@@ -151,10 +151,10 @@ class Machine(UnusualHost, RuleBasedStateMachine):
         prompt = past + self.fresh(more if past else 1 + more)
         resumed = name is not None and keep == "all" and all(r is None or r.name != name for r in self.requests)
         name = name if resumed else next(self.names)
-        prompt = prompt[: self.spec.max_model_len]
+        prompt = prompt[: self.align.max_model_len]
         loaded = min(len(past), len(prompt) - 1) if keep == "loaded" else 0
         # In mode "all" a chunk of several columns would leave a state in each.
-        loaded = min(loaded, self.size) if self.spec.mode == "all" else loaded
+        loaded = min(loaded, self.size) if self.align.mode == "all" else loaded
         self.requests[slot] = Request(name, prompt, resumed=resumed, loaded=loaded)
 
     def drop(self, slot, how="finish"):
@@ -207,7 +207,7 @@ class Machine(UnusualHost, RuleBasedStateMachine):
                 self.release(request, row)
                 request.pending.append(row)
                 self.read(request, min(unread, self.lag))
-                if len(request.computed) + 1 >= self.spec.max_model_len:
+                if len(request.computed) + 1 >= self.align.max_model_len:
                     self.drop(row.slot)
 
     def release(self, request, row):
@@ -221,14 +221,14 @@ class Machine(UnusualHost, RuleBasedStateMachine):
 
     def choose_row(self, slot, action, amount, accepted):
         """Makes the row of a slot, or None to leave it out."""
-        request, bs = self.requests[slot], self.spec.block_size
+        request, bs = self.requests[slot], self.align.block_size
         action = "run" if action in self.never else action
         if action == "no tokens":
             # A row without tokens, whether the slot is in use or not, with any number of drafts.
             return Row(slot, drafts=accepted % (2 + self.K) - 1)
         if action == "left out" or request is None:
             return None
-        room = self.spec.max_model_len - request.known - sum(len(row.inputs) for row in request.pending)
+        room = self.align.max_model_len - request.known - sum(len(row.inputs) for row in request.pending)
         if room == 0:
             return None
         computed = len(request.computed)
@@ -271,7 +271,7 @@ class Machine(UnusualHost, RuleBasedStateMachine):
         row.held = self.manager.columns(request.name)
         row.given = frozenset(block for _, block in entries) - found
         most = self.manager.blocks_needed(self.lag) + self.more_blocks
-        assert len(row.held) <= most or self.spec.mode == "all", f"{row} holds {row.held}"
+        assert len(row.held) <= most or self.align.mode == "all", f"{row} holds {row.held}"
         for pool in self.pools.values():
             for block in found:
                 pool.check_boundary(block, request.computed)
@@ -289,8 +289,8 @@ class Machine(UnusualHost, RuleBasedStateMachine):
                 row = replace(row, accepted=1)
             request.known = len(row.after)
             boundary = self.commit(request, row)
-            kept = [] if self.spec.mode == "none" or row.offered else [row.boundary(self.size)]
-            if self.spec.mode == "all" and row.drafts < 0 and not row.offered:
+            kept = [] if self.align.mode == "none" or row.offered else [row.boundary(self.size)]
+            if self.align.mode == "all" and row.drafts < 0 and not row.offered:
                 kept = row.inside(self.size)
             kept = self.kept_now(request, row, kept)
             assert boundary == max(kept, default=0)
@@ -315,11 +315,11 @@ class Machine(UnusualHost, RuleBasedStateMachine):
         type(self).steps += any(row.inputs for row in rows)
         ends = np.cumsum([0, *(len(row.inputs) for row in rows)]).tolist()
         slots, drafts = [row.slot for row in rows], [row.drafts for row in rows]
-        batch = StepBatch.from_host(self.spec, ROWS, slots, ends, drafts)
+        batch = StepBatch.from_host(self.align, ROWS, slots, ends, drafts)
         slots, computed = zip(*entering, strict=True) if entering else ((), ())
-        additions = Additions.from_host(self.spec, SLOTS, slots, computed)
+        additions = Additions.from_host(self.align, SLOTS, slots, computed)
         mirrored = [(g, *place, (b, self.num_blocks - b)[g]) for *place, b in entries for g in (0, 1)]
-        updates = TableUpdates.from_host(self.spec, UPDATES, mirrored)
+        updates = TableUpdates.from_host(self.align, UPDATES, mirrored)
         self.host_path.tables[tuple(np.array(mirrored, np.int32).reshape(-1, 4).T[:3])] = [b for *_, b in mirrored]
         running = {request.name: slot for slot, request in enumerate(self.requests) if request and request.entered}
         places = [r for r, row in enumerate(rows) if row.slot in running.values()]
@@ -337,7 +337,7 @@ class Machine(UnusualHost, RuleBasedStateMachine):
         for policy, (_, indices, _, plan) in results.items():
             self.pools[policy].start(rows, holders, self.cached)
             self.replay(policy, batch, to_numpy(indices), to_numpy(plan))
-            if self.spec.mode == "all":
+            if self.align.mode == "all":
                 self.check_mirrored(to_numpy(interior[1]))
                 self.pools[policy].keep(to_numpy(interior))
             self.pools[policy].check_finished(after[policy])
@@ -350,7 +350,7 @@ class Machine(UnusualHost, RuleBasedStateMachine):
             self.host_path.check(indices, plan, fused, after["pre_copy"], running)
         _, indices, _, plan = to_numpy(results[self.main])
         self.count_events(rows, indices, plan, was, after[self.main])
-        if self.spec.mode == "all":
+        if self.align.mode == "all":
             inside = [b for row in rows for b in row.inside(self.size) if b < len(row.after)]
             self.events["boundaries inside chunks"] += len(inside)
         self.events["prefix hits"] += sum(count > 0 for count in computed)
@@ -365,7 +365,7 @@ class Machine(UnusualHost, RuleBasedStateMachine):
         pool = self.pools[policy]
         self.check_mirrored((indices, plan))
         check_idle(indices, plan, pool.rows)
-        if self.K == 0 or self.spec.mode == "none":
+        if self.K == 0 or self.align.mode == "none":
             self.check_moves_nothing(plan)
         pool.copy(indices.migration)
         pool.forward(indices)

@@ -48,17 +48,17 @@ def verify(slot, drafts, accepted):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _plan(spec, state, tables, additions, batch, num_sampled):
+def _plan(align, state, tables, additions, batch, num_sampled):
     state = add_requests(state, additions)
-    state, indices = begin_step(spec, state, batch, tables)
-    return *plan_finish(spec, state, batch, indices, num_sampled, tables), indices
+    state, indices = begin_step(align, state, batch, tables)
+    return *plan_finish(align, state, batch, indices, num_sampled, tables), indices
 
 
 class Slots:
     def __init__(self, policy):
-        self.spec = spec = make_spec(policy)
-        self.state = AlignState.create(spec)
-        self.blocks = 1 + np.arange(SLOTS * spec.num_columns, dtype=np.int32).reshape(SLOTS, -1)
+        self.align = align = make_spec(policy)
+        self.state = AlignState.create(align)
+        self.blocks = 1 + np.arange(SLOTS * align.num_columns, dtype=np.int32).reshape(SLOTS, -1)
         self.others = int(self.blocks.max()) + 1
         self.rows = np.full_like(self.blocks, self.others)
         self.recurrent = {0: ()}
@@ -102,8 +102,8 @@ class Slots:
     def step(self, *rows):
         """Runs one step. Checks that each row reads its own past and saves the boundary that it passed."""
         slots, lengths, drafts, accepted = zip(*rows, strict=True)
-        batch = StepBatch.from_host(self.spec, SLOTS, slots, np.cumsum([0, *lengths]).tolist(), drafts)
-        additions = Additions.from_host(self.spec, SLOTS, list(self._entering), list(self._entering.values()))
+        batch = StepBatch.from_host(self.align, SLOTS, slots, np.cumsum([0, *lengths]).tolist(), drafts)
+        additions = Additions.from_host(self.align, SLOTS, list(self._entering), list(self._entering.values()))
         self._entering = {}
         sampled = jnp.asarray(np.array([*accepted, *[9] * (SLOTS - len(rows))], np.int32))
         before = {row.slot: len(self.past[row.slot]) for row in rows if row.tokens}
@@ -114,7 +114,7 @@ class Slots:
                 self._grant(row.slot, list(range(first, last + 1)))
         tables = BlockTables(blocks=jnp.asarray(self.rows[None]))
         self.state, saves, at = jax.tree.map(
-            np.asarray, _plan(self.spec, self.state, tables, additions, batch, sampled)
+            np.asarray, _plan(self.align, self.state, tables, additions, batch, sampled)
         )
         self._copy(at.migration)
         for r, row in enumerate(rows):

@@ -32,7 +32,7 @@ class UnusualHost:
             self.host_path.counts.expect([request.name], np.array([accepted - count]))
         entries = corrected + refused
         slots, computed = zip(*entries, strict=True) if entries else ((), ())
-        corrections = Corrections.from_host(self.spec, len(self.requests), slots, computed)
+        corrections = Corrections.from_host(self.align, len(self.requests), slots, computed)
         results = {policy: correct(state, corrections) for policy, state in self.states.items()}
         assert all(int(count) == len(refused) for _, count in results.values())
         self.states = {policy: state for policy, (state, _) in results.items()}
@@ -42,7 +42,7 @@ class UnusualHost:
     def offer(self, request, row):
         """In mode "all", every other request publishes the boundaries of its chunks when they are dispatched."""
         certain = all(step.drafts < 0 for step in [*request.pending, row])
-        if self.spec.mode == "all" and request.name % 2 and certain:
+        if self.align.mode == "all" and request.name % 2 and certain:
             self.manager.publish(request.name, row.after)
             row.offered = True
             self.keep_cached(request, row, row.inside(self.size))
@@ -67,7 +67,7 @@ class UnusualHost:
         self.cached -= {block for _, block in entries}
         tokens = request.prompt[:count]
         self.fill(dict(entries)[(count - 1) // self.size], tokens)
-        if self.commit(request, Row(-1, (), tokens)) and self.spec.mode != "none":
+        if self.commit(request, Row(-1, (), tokens)) and self.align.mode != "none":
             self.cached.add(dict(entries)[(count - 1) // self.size])
         self.host_path.enter(request.name, (count - 1) // self.size)
         self.events["enters inside a block"] += count % self.size > 0

@@ -157,13 +157,13 @@ def first_token(mixer, num_decode_rows=1, **options):
     """Returns the step of a request's first token, as a decode row or as a prompt, and the mixer's pools."""
     states = mixer.states("float32", "float32")
     group = ma.GroupSpec(mixer.kind, 1, states, mixer.ring("float32") if options.get("policy") == "deferred" else None)
-    spec = ma.AlignConfig((group,), block_size=8, max_num_seqs=1, max_model_len=8, **options)
-    batch = ma.StepBatch.from_host(spec, 1, [0], [0, 1], [0])
-    tables = ma.BlockTables(blocks=jnp.ones((1, 1, 1 + 3 * spec.num_speculative_tokens), jnp.int32))
-    _, indices = ma.begin_step(spec, ma.AlignState.create(spec), batch, tables)
+    align = ma.AlignConfig((group,), block_size=8, max_num_seqs=1, max_model_len=8, **options)
+    batch = ma.StepBatch.from_host(align, 1, [0], [0, 1], [0])
+    tables = ma.BlockTables(blocks=jnp.ones((1, 1, 1 + 3 * align.num_speculative_tokens), jnp.int32))
+    _, indices = ma.begin_step(align, ma.AlignState.create(align), batch, tables)
     pages = dict(page_tables=jnp.ones((1, 1), jnp.int32), page_size=8, num_pages=2)
     step = step_inputs(batch, indices, num_decode_rows=num_decode_rows, num_tokens=1, **pages)
-    rows = 1 + spec.num_speculative_tokens
+    rows = 1 + align.num_speculative_tokens
     return step.layer(0), [jnp.zeros((1, 2, *state.block_shape(rows)), state.dtype) for state in states]
 
 

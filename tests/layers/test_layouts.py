@@ -104,7 +104,7 @@ def test_engines_of_one_model_may_have_different_layouts():
     set_pool_layouts(model, windows="DS", states="KV")
     engines.append(Engine(model, EngineConfig(**SIZES, state_layout="VK")))
     for engine, found in zip(engines, wanted, strict=True):
-        assert {state.layout for group in engine.spec.groups for state in group.states} == found
+        assert {state.layout for group in engine.align.groups for state in group.states} == found
         for tokens in (prompt, prompt[:20]):
             engine.add_request(tokens, SamplingParams(max_tokens=8, ignore_eos=True))
     outputs = [{} for _ in engines]

@@ -96,9 +96,9 @@ def test_a_mixer_that_cannot_be_split_is_named_when_a_model_is_split():
 def test_attention_without_pages_is_refused():
     from mamba_align_jax import AlignConfig, AlignState, BlockTables, GroupSpec, LayerStep, StepBatch, begin_step
 
-    spec = AlignConfig((GroupSpec("none", 1, (RecurrentState((1, 1)),)),), 4, max_num_seqs=1, max_model_len=8)
-    batch = StepBatch.from_host(spec, 1, [0], [0, 2], [-1])
-    _, indices = begin_step(spec, AlignState.create(spec), batch, BlockTables.create(spec))
+    align = AlignConfig((GroupSpec("none", 1, (RecurrentState((1, 1)),)),), 4, max_num_seqs=1, max_model_len=8)
+    batch = StepBatch.from_host(align, 1, [0], [0, 2], [-1])
+    _, indices = begin_step(align, AlignState.create(align), batch, BlockTables.create(align))
     at = LayerStep.create(batch, indices, num_decode_rows=0, num_tokens=2)
     layer = Attention(8, 2, 1, 4, "float32", nnx.Rngs(0))
     pages = jnp.zeros((1, 2, 4, 1, 4))

@@ -142,16 +142,16 @@ def test_engine_generates_the_reference_tokens_from_pools_of_another_layout(name
     config = dataclasses.replace(CONFIG, window_layout="DS", state_layout=LAID_OUT.get(name, "KV"))
     engine = check_engine(model, tokens, monkeypatch, config)
     plain = model.state_groups()
-    for group, other in zip(engine.spec.groups, plain, strict=True):
+    for group, other in zip(engine.align.groups, plain, strict=True):
         for state, same in zip(group.states, other.states, strict=True):
             shape, moved = same.block_shape(2), state.layout in ("DS", "KV")
             assert state.block_shape(2) == ((*shape[:-2], shape[-1], shape[-2]) if moved else shape)
             assert moved == (state.layout != same.layout)
-    for pool, group in zip(engine.runner.device_state.pool.states, engine.spec.groups, strict=True):
+    for pool, group in zip(engine.runner.device_state.pool.states, engine.align.groups, strict=True):
         assert [array.shape[2:] for array in pool] == [state.block_shape(2) for state in group.states]
     # The caller's model is as it was, so that another engine may have it.
     assert {state.layout for group in plain for state in group.states} <= {"SD", "VK"}
-    assert engine.spec.groups != plain
+    assert engine.align.groups != plain
 
 
 def check_engine(model, tokens, monkeypatch, config=CONFIG):

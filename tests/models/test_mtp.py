@@ -28,11 +28,11 @@ TABLE = TOKENS // PAGE
 DECODE, ROWS, WINDOW, BUDGET = 2, 4, 3, 96
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "spec"))
-def _run(params, hidden, tokens, batch, computed, last, page_tables, kv, *, graph, spec):
+@functools.partial(jax.jit, static_argnames=("graph", "align"))
+def _run(params, hidden, tokens, batch, computed, last, page_tables, kv, *, graph, align):
     model = nnx.merge(graph, params)
-    state = dataclasses.replace(AlignState.create(spec), num_computed_tokens=computed)
-    _, indices = begin_step(spec, state, batch, BlockTables.create(spec))
+    state = dataclasses.replace(AlignState.create(align), num_computed_tokens=computed)
+    _, indices = begin_step(align, state, batch, BlockTables.create(align))
     step = step_inputs(
         batch, indices, num_decode_rows=DECODE, page_tables=page_tables,
         num_tokens=tokens.shape[0], page_size=PAGE, num_pages=kv.keys.shape[1],
@@ -47,7 +47,7 @@ class Sequences:
     def __init__(self, path):
         self.model = load_model(path)
         self.graph, self.params = nnx.split(self.model)
-        self.spec = AlignConfig(
+        self.align = AlignConfig(
             groups=self.model.state_groups(), block_size=128, num_speculative_tokens=WINDOW - 1, max_num_seqs=SLOTS,
             max_model_len=128,
         )  # fmt: skip
@@ -76,7 +76,7 @@ class Sequences:
         ]
         loc = np.cumsum([0, *(length for *_, length in rows)])
         batch = StepBatch.from_host(
-            self.spec, ROWS, [slot for slot, *_ in rows], loc,
+            self.align, ROWS, [slot for slot, *_ in rows], loc,
             [row[2] - 1 if row in decode else -1 for row in rows],
         )  # fmt: skip
         computed, hidden, tokens = np.zeros(SLOTS, np.int32), np.zeros((DECODE * WINDOW + BUDGET, 64), np.float32), []
@@ -91,7 +91,7 @@ class Sequences:
         ]
         out, drafts, kv = _run(
             self.params, hidden, np.pad(np.array(tokens, np.int32), (0, len(hidden) - len(tokens))), batch,
-            jnp.asarray(computed), jnp.asarray(last, jnp.int32), self.tables, kv, graph=self.graph, spec=self.spec,
+            jnp.asarray(computed), jnp.asarray(last, jnp.int32), self.tables, kv, graph=self.graph, align=self.align,
         )  # fmt: skip
         said = {slot: np.asarray(out)[a:b] for (slot, *_), a, b in zip(rows, loc, loc[1:], strict=False) if slot >= 0}
         return said, {slot: row.tolist() for (slot, *_), row in zip(rows, np.asarray(drafts), strict=True)}, kv

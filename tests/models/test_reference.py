@@ -37,7 +37,7 @@ def reference(name):
 def check_states(driver, model, slot, reference):
     """Checks the states after the prompt of 37 tokens, in the slot's second column."""
     block, pages = driver.blocks(slot)[1], driver.pages[slot, : -(-37 // PAGE_SIZE)]
-    groups, passed = [group.name for group in driver.spec.groups], []
+    groups, passed = [group.name for group in driver.align.groups], []
     for number, layer in enumerate(model.layers):
         for mixer in vars(layer).values():
             if not hasattr(mixer, "kind"):

@@ -125,7 +125,7 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh, monkeypat
         assert all(0 < a < d for a, d in zip(counts[0].accepted_tokens, counts[0].draft_tokens, strict=True))
         # States, keys and values agree. Those of the draft head's layer depend on the last hidden states.
         repeated = 2 * 2 * 8  # channels of queries and keys, in windows of five rows
-        assert four.spec.bytes_per_block * 4 == one.spec.bytes_per_block + 4 * 5 * repeated
+        assert four.align.bytes_per_block * 4 == one.align.bytes_per_block + 4 * 5 * repeated
         assert four.sizes.kv_page_bytes * 4 == one.sizes.kv_page_bytes * 2
         (conv, recurrent), got = (engine.runner.device_state.pool.states[0] for engine in (one, four))
         assert got[1].sharding.shard_shape(got[1].shape)[2] == 2
@@ -394,19 +394,19 @@ def zoo(latent, rngs):
     return mamba.Backbone(config, mixers, rngs)
 
 
-def prompt(spec, model, tokens):
+def prompt(align, model, tokens):
     """A function of a model's parameters that returns the logits and the states of one prompt."""
-    tables = BlockTables(blocks=jnp.ones((len(spec.groups), 1, spec.num_columns), jnp.int32))
-    batch = StepBatch.from_host(spec, 1, [0], [0, len(tokens)], [-1])
+    tables = BlockTables(blocks=jnp.ones((len(align.groups), 1, align.num_columns), jnp.int32))
+    batch = StepBatch.from_host(align, 1, [0], [0, len(tokens)], [-1])
 
     def run(graph, params, tokens):
         model = nnx.merge(graph, params)
-        _, indices = begin_step(spec, AlignState.create(spec), batch, tables)
+        _, indices = begin_step(align, AlignState.create(align), batch, tables)
         step = step_inputs(
             batch, indices, num_decode_rows=0, page_tables=jnp.ones((1, 1), jnp.int32),
             num_tokens=tokens.shape[0], page_size=64, num_pages=2,
         )  # fmt: skip
-        hidden, pool, _ = model(tokens, step, StatePool.create(spec, 2), KVPages.create(model.kv_spec(), 2, 64))
+        hidden, pool, _ = model(tokens, step, StatePool.create(align, 2), KVPages.create(model.kv_spec(), 2, 64))
         return model.logits(hidden), pool
 
     return functools.partial(run, nnx.split(model)[0])
@@ -455,7 +455,7 @@ def test_ops_run_in_another_shard_map(mesh):
     qkv, weight, a, b = draw(6, 192), draw(4, 192), draw(6, 8), draw(6, 8)
     A_log, dt_bias = draw(8), draw(8)
     groups = (GroupSpec("gdn", 2, (ConvState(4, 192, "float32"), RecurrentState((8, 16, 8)))),)
-    spec = AlignConfig(groups=groups, block_size=16, num_speculative_tokens=2, max_model_len=64)
+    align = AlignConfig(groups=groups, block_size=16, num_speculative_tokens=2, max_model_len=64)
     loc, read, write = jnp.array([0, 3, 6]), jnp.array([1, 2]), jnp.array([[3, 4, 5], [6, 7, 8]])
 
     def step(qkv, weight, a, b, A_log, dt_bias, pool):
@@ -468,8 +468,8 @@ def test_ops_run_in_another_shard_map(mesh):
 
     order = columns([key, key, value], 4)
     where = pool_sharding(groups, mesh)
-    one = StatePool(states=tuple(tuple(draw(*x.shape) for x in g) for g in StatePool.create(spec, 9).states))
-    empty = StatePool.create(spec, 9, where)
+    one = StatePool(states=tuple(tuple(draw(*x.shape) for x in g) for g in StatePool.create(align, 9).states))
+    empty = StatePool.create(align, 9, where)
     assert [x.sharding for x in empty.states[0]] == list(where.states[0])
     conv, recurrent = one.states[0]
     pool = jax.device_put(one.with_group(0, (conv[..., order], recurrent)), where)
@@ -493,25 +493,25 @@ def test_ops_run_in_another_shard_map(mesh):
 def test_rings_of_another_step_are_split_like_its_states(mesh):
     ring = DeltaRuleRing(4, 8, 8, 16, "float32")
     groups = (GroupSpec("gdn", 2, (ConvState(4, 192, "float32"), RecurrentState((8, 16, 8))), ring),)
-    spec = AlignConfig(groups=groups, block_size=16, max_model_len=64, policy="deferred", fold_length=8)
+    align = AlignConfig(groups=groups, block_size=16, max_model_len=64, policy="deferred", fold_length=8)
     where = pool_sharding(groups, mesh, deferred=True)
-    pool = StatePool.create(spec, 9, where)
+    pool = StatePool.create(align, 9, where)
     assert [x.sharding for x in pool.rings[0]] == list(where.rings[0])
     assert [x.addressable_shards[0].data.shape[2] for x in pool.rings[0]] == [1, 2, 2]
     partition = pool_partition(groups, deferred=True)
     same = jax.jit(jax.shard_map(lambda pool: pool, mesh=mesh, in_specs=(partition,), out_specs=partition))(pool)
     assert jax.tree.structure(same) == jax.tree.structure(pool)
     with pytest.raises(ValueError, match="sharding must have rings under policy 'deferred'"):
-        StatePool.create(spec, 9, pool_sharding(groups, mesh))
-    taken = StatePool.from_arrays(spec, pool.states, where)
+        StatePool.create(align, 9, pool_sharding(groups, mesh))
+    taken = StatePool.from_arrays(align, pool.states, where)
     assert [x.sharding for x in taken.rings[0]] == list(where.rings[0])
     with pytest.raises(
         ValueError, match="sharding must be given under policy 'deferred' for states on several devices"
     ):
-        StatePool.from_arrays(spec, pool.states)
+        StatePool.from_arrays(align, pool.states)
     other = jax.devices()[1]
     moved = jax.tree.map(lambda x: jax.device_put(np.asarray(x), other), pool.states)
-    assert {x.device for x in StatePool.from_arrays(spec, moved).rings[0]} == {other}
+    assert {x.device for x in StatePool.from_arrays(align, moved).rings[0]} == {other}
     few = (dataclasses.replace(groups[0], ring=DeltaRuleRing(2, 8, 8, 16, "float32")),)
     with pytest.raises(ValueError, match="'gdn': heads of a ring must be a multiple of 4 devices"):
         pool_sharding(few, mesh, deferred=True)

@@ -124,7 +124,7 @@ def main(coordinator, num_processes, process_id, devices_each, *tasks):
     jax.config.update("jax_disable_most_optimizations", True)
     signal.signal(signal.SIGALRM, interrupt)
     one = lambda self: [
-        buckets.Bucket(self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens, FULL)
+        buckets.Bucket(self.align.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens, FULL)
     ]
     runner.StepRunner.buckets = property(one)
     if num_processes == 1:

@@ -28,18 +28,18 @@ def engines(directory: str) -> tuple[int, ...]:
     return output.token_ids[: output.num_cached_tokens]
 
 
-def own_step(spec: AlignConfig, state: ma.AlignState, batch: ma.StepBatch, tables: ma.BlockTables) -> jax.Array:
-    state, indices = ma.begin_step(spec, state, batch, tables)
+def own_step(align: AlignConfig, state: ma.AlignState, batch: ma.StepBatch, tables: ma.BlockTables) -> jax.Array:
+    state, indices = ma.begin_step(align, state, batch, tables)
     assert_type(indices, ma.StepIndices)
-    ma.begin_step(spec, batch, state, tables)  # wrong
+    ma.begin_step(align, batch, state, tables)  # wrong
     print(indices.runing_column)  # wrong
     return indices.recurrent_read
 
 
 def pools() -> ma.StatePool:
-    spec = AlignConfig((GroupSpec("delta net", 1, (RecurrentState((1, 4, 4)),)),), 4, max_num_seqs=2)
+    align = AlignConfig((GroupSpec("delta net", 1, (RecurrentState((1, 4, 4)),)),), 4, max_num_seqs=2)
     AlignConfig((), block_sise=4)  # wrong
-    return ma.StatePool.create(spec, 8)
+    return ma.StatePool.create(align, 8)
 
 
 def ops(pool: jax.Array, rows: jax.Array) -> jax.Array:

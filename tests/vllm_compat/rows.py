@@ -36,9 +36,9 @@ def make_spec(block_size, K, mode="align", **changes):
     return AlignConfig((GroupSpec("a", 1, STATES), GroupSpec("b", 1, STATES)), block_size, K, **fields)
 
 
-def one_row(spec, computed, scheduled, drafts, req_id="a", **changes):
+def one_row(align, computed, scheduled, drafts, req_id="a", **changes):
     """A batch of one row, in which column c has block c + 1."""
-    rows = np.broadcast_to(np.arange(1, spec.num_columns + 1), (len(spec.groups), 1, spec.num_columns))
+    rows = np.broadcast_to(np.arange(1, align.num_columns + 1), (len(align.groups), 1, align.num_columns))
     return Batch([req_id], [computed], [scheduled], [drafts], rows)._replace(**changes)
 
 

@@ -42,11 +42,11 @@ BAD_BATCHES = {
 
 @pytest.mark.parametrize("message", BAD_BATCHES)
 def test_bad_batches_are_refused(message):
-    spec, bad, state_idx = make_spec(4, 2), two_rows(**BAD_BATCHES[message]), {"b": 1}
+    align, bad, state_idx = make_spec(4, 2), two_rows(**BAD_BATCHES[message]), {"b": 1}
     for call in (
-        lambda: preprocess_mamba(spec, Scheduled(["b"]), bad, state_idx, [1, 1]),
-        lambda: gather_state_indices(spec, bad, state_idx, [1, 1], 2),
-        lambda: postprocess_mamba(spec, bad, state_idx, [1, 1]),
+        lambda: preprocess_mamba(align, Scheduled(["b"]), bad, state_idx, [1, 1]),
+        lambda: gather_state_indices(align, bad, state_idx, [1, 1], 2),
+        lambda: postprocess_mamba(align, bad, state_idx, [1, 1]),
     ):
         with raises(message):
             call()
@@ -54,21 +54,26 @@ def test_bad_batches_are_refused(message):
 
 
 def test_a_request_may_enter_without_tokens():
-    spec, state_idx = make_spec(4, 2), {"a": 5}
-    plan, accepted = preprocess_mamba(spec, Scheduled((), None, ["a"]), one_row(spec, 8, 0, -1), state_idx, [3])
+    align, state_idx = make_spec(4, 2), {"a": 5}
+    plan, accepted = preprocess_mamba(align, Scheduled((), None, ["a"]), one_row(align, 8, 0, -1), state_idx, [3])
     assert plan.is_empty
     assert (accepted.tolist(), state_idx) == ([1], {"a": 1})
 
 
 def test_preprocess_refuses_wrong_rows():
-    spec, good = make_spec(4, 2), two_rows()
+    align, good = make_spec(4, 2), two_rows()
     no_block = two_rows(block_rows=[[[1, 2, 3, 4]] * 2, [[1, 2, 3, 4], [1, 2]]])
     for other, batch, accepted, message in [
-        (spec, good, [1], "num_accepted_tokens must describe 2 rows, got 1"),
-        (spec, good, [1, 0], "request 'b': num_accepted_tokens must be in [1, 3], got 0"),
-        (spec, good, [1, 4], "request 'b': num_accepted_tokens must be in [1, 3], got 4"),
-        (spec, two_rows(req_ids=["b", "a"]), [1, 1], "request 'a' enters: num_computed_tokens must be a multiple of 4"),
-        (spec, no_block, [1, 1], "request 'b' must have a block in column 2 of group 1, got none"),
+        (align, good, [1], "num_accepted_tokens must describe 2 rows, got 1"),
+        (align, good, [1, 0], "request 'b': num_accepted_tokens must be in [1, 3], got 0"),
+        (align, good, [1, 4], "request 'b': num_accepted_tokens must be in [1, 3], got 4"),
+        (
+            align,
+            two_rows(req_ids=["b", "a"]),
+            [1, 1],
+            "request 'a' enters: num_computed_tokens must be a multiple of 4",
+        ),
+        (align, no_block, [1, 1], "request 'b' must have a block in column 2 of group 1, got none"),
         (make_spec(4, 2, "all"), good, [1, 1], "policy 'pre_copy', got 'all' and 'pre_copy'"),
         (make_spec(4, 2, policy="copy_free"), good, [1, 1], "policy 'pre_copy', got 'align' and 'copy_free'"),
     ]:
@@ -79,16 +84,16 @@ def test_preprocess_refuses_wrong_rows():
 
 
 def test_later_functions_refuse_wrong_rows():
-    spec, good, state_idx = make_spec(4, 2), two_rows(), {"a": 0, "b": 2}
+    align, good, state_idx = make_spec(4, 2), two_rows(), {"a": 0, "b": 2}
     with raises("gather_state_indices: bucket must be at least 2 rows, got 1"):
-        gather_state_indices(spec, good, state_idx, [1, 1], 1)
+        gather_state_indices(align, good, state_idx, [1, 1], 1)
     with raises("gather_state_indices: request 'b' must have a running column: run preprocess_mamba"):
-        gather_state_indices(spec, good, {"a": 0}, [1, 1], 2)
+        gather_state_indices(align, good, {"a": 0}, [1, 1], 2)
     with raises("gather_state_indices: request 'a' must have a block in column 0 of group 0, got none"):
-        gather_state_indices(spec, two_rows(block_rows=[[[], [1, 2, 3, 4]]] * 2), state_idx, [1, 1], 2)
+        gather_state_indices(align, two_rows(block_rows=[[[], [1, 2, 3, 4]]] * 2), state_idx, [1, 1], 2)
     for other in ({"a": 0}, {"a": 0, "b": 1}):
         with raises("postprocess_mamba: request 'b' must have a running column: run preprocess_mamba"):
-            postprocess_mamba(spec, good, other, [1, 1])
+            postprocess_mamba(align, good, other, [1, 1])
     for sampled, message in [
         ([1], "num_sampled must describe 2 rows, got 1"),
         ([2, 1], "request 'a': num_sampled must be in [0, 1], got 2"),
@@ -96,7 +101,7 @@ def test_later_functions_refuse_wrong_rows():
         ([1, -1], "request 'b': num_sampled must be in [0, 3], got -1"),
     ]:
         with raises(message):
-            postprocess_mamba(spec, good, state_idx, sampled)
+            postprocess_mamba(align, good, state_idx, sampled)
     with raises("stage_mamba_state_idx_to_gpu: request 'b' must have a running column: run preprocess_mamba"):
         stage_mamba_state_idx_to_gpu({"a": 0}, good.req_ids, 2)
     with raises("stage_postprocess_metadata_to_gpu: bucket must be at least 2 rows, got 1"):
@@ -106,9 +111,9 @@ def test_later_functions_refuse_wrong_rows():
 
 
 def test_a_refused_copy_leaves_the_plan_unchanged():
-    spec = make_spec(4, 2)
+    align = make_spec(4, 2)
     plan, batch = (
-        HostCopyPlan.empty(spec),
+        HostCopyPlan.empty(align),
         two_rows(block_rows=[[[1, 2, 3, 4]] * 2, [[1, 2, 3], [1, 2, 3, NULL_BLOCK]]]),
     )
     for row, name in enumerate("ab"):

@@ -106,9 +106,9 @@ def test_sorted_rows_make_a_valid_batch(rows):
         tokens = rows[r][0]
         assert chunk == (kind == RowKind.PREFILL)
         assert drafts == {RowKind.DECODE: tokens - 1, RowKind.VERIFY: rows[r][2], RowKind.PREFILL: -1}[kind]
-    spec = AlignConfig((GroupSpec("a", 1, (RecurrentState((1, 1)),)),), 8, 4, max_num_seqs=9)
+    align = AlignConfig((GroupSpec("a", 1, (RecurrentState((1, 1)),)),), 8, 4, max_num_seqs=9)
     loc = np.cumsum([0, *(rows[r][0] for r in wanted)])
-    StepBatch.from_host(spec, len(rows), range(len(rows)), loc, found.num_drafts)
+    StepBatch.from_host(align, len(rows), range(len(rows)), loc, found.num_drafts)
 
 
 def test_a_row_with_drafts_and_another_number_of_tokens_is_refused():
@@ -118,16 +118,16 @@ def test_a_row_with_drafts_and_another_number_of_tokens_is_refused():
 
 def test_prefill_offsets_count_from_the_first_prefill_token():
     K, groups = 2, (GroupSpec("a", 1, (RecurrentState((1, 1)),)), GroupSpec("b", 1, (RecurrentState((1, 1)),)))
-    spec = AlignConfig(groups, 4, K, max_num_seqs=5, max_model_len=40)
-    width = spec.num_columns
+    align = AlignConfig(groups, 4, K, max_num_seqs=5, max_model_len=40)
+    width = align.num_columns
     tables = BlockTables(blocks=1 + jnp.arange(2 * 5 * width, dtype=jnp.int32).reshape(2, 5, width))
-    batch = StepBatch.from_host(spec, 6, [3, 0, -1, 4, 1, 2], [0, 1, 4, 4, 9, 9, 16], [0, 2, -1, -1, -1, -1])
+    batch = StepBatch.from_host(align, 6, [3, 0, -1, 4, 1, 2], [0, 1, 4, 4, 9, 9, 16], [0, 2, -1, -1, -1, -1])
     state = AlignState(
         num_computed_tokens=jnp.array([6, 9, 0, 5, 3], jnp.int32),
         num_accepted_tokens=jnp.ones(5, jnp.int32),
         running_column=jnp.array([1, 2, -1, 1, 0], jnp.int32),
     )
-    _, indices = begin_step(spec, state, batch, tables)
+    _, indices = begin_step(align, state, batch, tables)
     split = split_rows(batch, indices, 3)
     np.testing.assert_array_equal(split.decode.query_start_loc, [0, 1, 4, 4])
     np.testing.assert_array_equal(split.prefill.query_start_loc, [0, 5, 5, 12])

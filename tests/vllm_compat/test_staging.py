@@ -16,14 +16,14 @@ from mamba_align_jax.vllm_compat.staging import (
 
 
 def test_a_plan_copies_the_planned_blocks_and_no_others():
-    spec = make_spec(4, 2)
-    batch, state_idx, sampled = a_step(spec)
-    pool = random_pool(spec, 64)
+    align = make_spec(4, 2)
+    batch, state_idx, sampled = a_step(align)
+    pool = random_pool(align, 64)
     before = as_numpy(pool)
-    assert do_mamba_copy_block(spec, pool, HostCopyPlan.empty(spec)) is pool
-    plan, accepted = postprocess_mamba(spec, batch, state_idx, sampled)
+    assert do_mamba_copy_block(align, pool, HostCopyPlan.empty(align)) is pool
+    plan, accepted = postprocess_mamba(align, batch, state_idx, sampled)
     np.testing.assert_array_equal(accepted, [2, 1])
-    moved = do_mamba_copy_block(spec, pool, plan)
+    moved = do_mamba_copy_block(align, pool, plan)
     # 'a': the state one token into the window at column 2 goes to column 1. 'b': the state two tokens into the window
     # at column 1 goes to column 1 itself.
     for g, (conv, recurrent) in enumerate(zip(before[::2], before[1::2], strict=True)):
@@ -40,16 +40,16 @@ def test_a_plan_copies_the_planned_blocks_and_no_others():
     inputs = stage_postprocess_inputs_to_gpu(batch, state_idx, 4)
     num_sampled = jnp.array([2, 3, 9, 9], jnp.int32)
     slots = jnp.array([1, 0, -1, -1], jnp.int32)
-    pool, counts = postprocess_mamba_align_gpu(spec, random_pool(spec, 64), inputs, num_sampled, tables, slots)
+    pool, counts = postprocess_mamba_align_gpu(align, random_pool(align, 64), inputs, num_sampled, tables, slots)
     assert jax.tree.all(jax.tree.map(np.array_equal, pool, moved))
     np.testing.assert_array_equal(counts, [2, 1, 0, 0])
 
 
 def test_staged_inputs_do_not_change_when_the_host_reuses_its_buffers():
-    spec, n = make_spec(4, 2, max_num_seqs=64), 64
+    align, n = make_spec(4, 2, max_num_seqs=64), 64
     ids, computed = [f"r{i}" for i in range(n)], np.arange(n) % 5 + 3
     counts = [aligned(x) for x in (computed, np.full(n, 3), np.full(n, 2))]
-    batch = Batch(ids, *counts, np.ones((2, n, spec.num_columns), np.int32))
+    batch = Batch(ids, *counts, np.ones((2, n, align.num_columns), np.int32))
     state_idx = {req_id: i for i, req_id in enumerate(ids)}
     first = stage_postprocess_inputs_to_gpu(batch, state_idx, n)
     wanted = [list(range(n)), *(x.tolist() for x in (counts[1], counts[0], counts[2]))]
@@ -71,13 +71,13 @@ def test_the_cpu_backend_borrows_aligned_numpy_memory():
 
 
 def test_a_plan_may_be_changed_right_after_its_dispatch():
-    spec = make_spec(4, 2)
-    batch, state_idx, sampled = a_step(spec)
-    plan, _ = postprocess_mamba(spec, batch, state_idx, sampled)
-    wanted = as_numpy(do_mamba_copy_block(spec, late(random_pool(spec, 64)), plan))
+    align = make_spec(4, 2)
+    batch, state_idx, sampled = a_step(align)
+    plan, _ = postprocess_mamba(align, batch, state_idx, sampled)
+    wanted = as_numpy(do_mamba_copy_block(align, late(random_pool(align, 64)), plan))
     plan = HostCopyPlan(*map(aligned, plan))
     # The copies run only after the slow step that makes the pool.
-    moved = do_mamba_copy_block(spec, late(random_pool(spec, 64)), plan)
+    moved = do_mamba_copy_block(align, late(random_pool(align, 64)), plan)
     for array in plan:
         array[...] = 1
     assert all(map(np.array_equal, wanted, as_numpy(moved)))
@@ -117,11 +117,11 @@ def test_accepted_counts_are_fetched_early_and_follow_their_requests():
 # What the tests use.
 
 
-def random_pool(spec, blocks):
+def random_pool(align, blocks):
     rng = np.random.default_rng(0)
     # Copied, because JAX cannot donate memory that it borrows from NumPy.
     return jax.tree.map(
-        lambda x: jnp.array(rng.normal(size=x.shape), x.dtype, copy=True), StatePool.create(spec, blocks)
+        lambda x: jnp.array(rng.normal(size=x.shape), x.dtype, copy=True), StatePool.create(align, blocks)
     )
 
 
@@ -129,9 +129,9 @@ def as_numpy(pool):
     return [np.array(x) for x in jax.tree.leaves(pool)]
 
 
-def a_step(spec):
+def a_step(align):
     """Makes a step in which both rows save a boundary: 'a' in its second column, 'b' in its running column."""
-    rows = np.arange(1, 1 + 2 * spec.num_columns, dtype=np.int32).reshape(1, 2, -1)
+    rows = np.arange(1, 1 + 2 * align.num_columns, dtype=np.int32).reshape(1, 2, -1)
     batch = Batch(["a", "b"], [6, 5], [3, 3], [2, 2], np.concatenate([rows, 60 - rows]))
     return batch, {"a": 2, "b": 1}, np.array([2, 3], np.int32)
 

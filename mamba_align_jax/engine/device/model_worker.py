@@ -22,7 +22,7 @@ class ModelWorker:
     Attributes:
         config: The engine's configuration.
         model_config: The model's configuration.
-        spec: How states are kept.
+        align: How states are kept.
         sizes: Sizes of the pools, on one device.
         drafters: The drafter on the host, which can't change its arguments, and the one on the device.
         steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
@@ -60,7 +60,7 @@ class ModelWorker:
         if mesh is not None:
             model, layout = shard_model(model, mesh)
             devices, own = mesh.local_devices, share(model)
-        self.spec = align_config(config, own)
+        self.align = align_config(config, own)
         self.drafters = choose_drafter(config, model, drafter)
         if self.drafters.host is not None:
             guarded = GuardedDrafter(self.drafters.host, model.config.vocab_size)
@@ -69,11 +69,11 @@ class ModelWorker:
         # While the devices run one step, the next one is started, and the step before is read.
         self.steps_in_flight = config.steps_in_flight + launches_ahead
         options = dict(drafter=self.drafters.device, steps_in_flight=self.steps_in_flight)
-        self.sizes = agree(pool_sizes(self.spec, config, own, devices, **options))
-        check_memory(self.spec, config, self.sizes, model.config.vocab_size, devices)
+        self.sizes = agree(pool_sizes(self.align, config, own, devices, **options))
+        check_memory(self.align, config, self.sizes, model.config.vocab_size, devices)
         self.runner = make_runner(
             model,
-            self.spec,
+            self.align,
             self.sizes,
             config.kv_page_size,
             config.max_prefill_rows,

@@ -31,16 +31,16 @@ _GREEDY = SamplingParams()
 class Packer:
     """Packs rows into `Inputs` in host memory."""
 
-    def __init__(self, spec: AlignConfig, page_size: int, keeps_history: bool, vocab_size: int) -> None:
+    def __init__(self, align: AlignConfig, page_size: int, keeps_history: bool, vocab_size: int) -> None:
         """Makes a packer.
 
         Args:
-            spec: How states are kept.
+            align: How states are kept.
             page_size: Number of tokens of a KV page.
             keeps_history: Whether the device keeps each slot's tokens for a drafter.
             vocab_size: Number of the model's tokens.
         """
-        self._spec, self._page_size, self._keeps_history = spec, page_size, keeps_history
+        self._align, self._page_size, self._keeps_history = align, page_size, keeps_history
         self._mask_words = mask_words(vocab_size)
         # The last step's inputs, and what they follow from: see `_follows_from`.
         self._last_packed: tuple[Any, Packed] | None = None
@@ -64,7 +64,7 @@ class Packer:
             batch=self._batch(places),
             updates=self._table_updates(bucket, places, rows),
             additions=Additions.from_host(
-                self._spec,
+                self._align,
                 bucket.prefill_rows,
                 [row.slot for row in entering],
                 [row.start for row in entering],
@@ -89,7 +89,7 @@ class Packer:
 
     def _max_page_updates(self, bucket: Bucket) -> int:
         """The number of page entries that a step has room for: those of decode rows, of chunks, and of short hits."""
-        each = 1 + -(-self._spec.window // self._page_size)
+        each = 1 + -(-self._align.window // self._page_size)
         chunks = bucket.prefill_tokens // self._page_size + bucket.prefill_rows
         return each * bucket.decode_rows + chunks + (_PAGES_OF_HITS if bucket.prefill_rows else 0)
 
@@ -97,7 +97,7 @@ class Packer:
         stored = set(map(id, early))
         rows = [row for row in rows if row.allocation.pages and id(row) not in stored]
         return PageUpdates.from_host(
-            self._spec.max_num_seqs,
+            self._align.max_num_seqs,
             bucket.prefill_rows,
             self._max_page_updates(bucket),
             [row.slot for row in rows if row.enters],
@@ -112,7 +112,7 @@ class Packer:
         return self._padded(bucket, packed)
 
     def _padded(self, bucket: Bucket, packed: Sequence[int]) -> np.ndarray:
-        tokens = np.zeros(bucket.decode_rows * self._spec.window + bucket.prefill_tokens, np.int32)
+        tokens = np.zeros(bucket.decode_rows * self._align.window + bucket.prefill_tokens, np.int32)
         tokens[: len(packed)] = packed
         return tokens
 
@@ -129,7 +129,7 @@ class Packer:
         if self._last_batch is not None and self._last_batch[0] == rows:
             return self._last_batch[1]
         batch = StepBatch.from_host(
-            self._spec,
+            self._align,
             len(rows),
             [slot for slot, _, _ in rows],
             [0, *itertools.accumulate(length for _, length, _ in rows)],
@@ -140,7 +140,7 @@ class Packer:
         return batch
 
     def _table_updates(self, bucket: Bucket, places: Sequence[Row | None], rows: Sequence[Row]) -> TableUpdates:
-        groups = len(self._spec.groups)
+        groups = len(self._align.groups)
         rows = [row for row in rows if row.allocation.columns]
         entries = [
             (group, row.slot, column, block)
@@ -149,9 +149,9 @@ class Packer:
             for column, block in row.allocation.columns
         ]
         # In one step a row never gets more blocks than it may hold while one other step is in flight, however many are.
-        room = len(places) * groups * self._spec.blocks_per_request(1, max_chunk=0)
-        room += groups * self._spec.blocks_of_chunk(bucket.prefill_tokens)
-        return TableUpdates.from_host(self._spec, room, entries, _keep_on_host)
+        room = len(places) * groups * self._align.blocks_per_request(1, max_chunk=0)
+        room += groups * self._align.blocks_of_chunk(bucket.prefill_tokens)
+        return TableUpdates.from_host(self._align, room, entries, _keep_on_host)
 
     def _sampling(self, bucket: Bucket, places: Sequence[Row | None]) -> SamplingInputs:
         return SamplingInputs(
@@ -163,7 +163,7 @@ class Packer:
 
     def _masks(self, bucket: Bucket, places: Sequence[Row | None]) -> Any:
         """Returns the tokens that are allowed in each place where one is chosen: see `SamplingInputs.masks`."""
-        window = self._spec.window
+        window = self._align.window
         masks = np.full((bucket.decode_rows * window + bucket.prefill_rows, self._mask_words), -1, np.int32)
         for number, row in enumerate(places):
             if row is not None and row.masks is not None:
@@ -184,7 +184,8 @@ class Packer:
         """Returns how each row's logits are changed. Those of padding rows are not."""
         changes = [row is not None and changes_logits(row.request.params) for row in places]
         slots = [
-            row.slot if row and change else self._spec.max_num_seqs for row, change in zip(places, changes, strict=True)
+            row.slot if row and change else self._align.max_num_seqs
+            for row, change in zip(places, changes, strict=True)
         ]
         options = [
             row.request.params if row and change else _GREEDY for row, change in zip(places, changes, strict=True)

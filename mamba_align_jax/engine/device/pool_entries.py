@@ -67,16 +67,16 @@ Forms = tuple[ArrayForm, ...]
 Arrays = tuple[jax.Array, ...]
 
 
-def forms_of(spec: AlignConfig, state: DeviceState, layout: Layout | None) -> tuple[Forms, Forms]:
+def forms_of(align: AlignConfig, state: DeviceState, layout: Layout | None) -> tuple[Forms, Forms]:
     """Returns the forms of the arrays of pages and of those of state blocks, in the order of the pools' leaves.
 
     Args:
-        spec: How states are kept.
+        align: How states are kept.
         state: The pools.
         layout: How they lie on several devices; None for one.
     """
     arrays = _arrays(state).values()
-    swaps = [False, False], [one.layout in ("DS", "KV") for group in spec.groups for one in group.states]
+    swaps = [False, False], [one.layout in ("DS", "KV") for group in align.groups for one in group.states]
     shapes = [
         [((array.shape[0], *array.shape[2:]), array.dtype.name, swap) for array, swap in zip(*each, strict=True)]
         for each in zip(arrays, swaps, strict=True)
@@ -86,7 +86,7 @@ def forms_of(spec: AlignConfig, state: DeviceState, layout: Layout | None) -> tu
         return pages, states
     # The axes of a page are [layers, page_size, heads, dim].
     orders = [[(2, layout.kv_heads)] * 2, []]
-    for group, window in zip(spec.groups, layout.windows, strict=True):
+    for group, window in zip(align.groups, layout.windows, strict=True):
         for one in group.states:
             # Those of a window are [layers, window, channels], in the other layout [layers, channels, window].
             axis = 1 if isinstance(one, ConvState) and one.layout == "DS" else 2

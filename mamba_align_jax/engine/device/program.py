@@ -118,7 +118,7 @@ class DeviceState:
     @classmethod
     def create(
         cls,
-        spec: AlignConfig,
+        align: AlignConfig,
         kv_spec: KVSpec,
         *,
         state_blocks: int,
@@ -130,29 +130,29 @@ class DeviceState:
         """Makes fresh pools, slots and tables.
 
         Args:
-            spec: How states are kept.
+            align: How states are kept.
             kv_spec: What a KV page holds for each token.
             state_blocks: Number of state blocks, NULL_BLOCK included.
             kv_pages: Number of KV pages, the NULL page included.
             page_size: Number of tokens of a KV page.
             history: Number of tokens that are kept per slot for a drafter on the device; 0 without one.
-            layout: How the arrays lie on several devices; `spec` and the sizes are then those of one device.
+            layout: How the arrays lie on several devices; `align` and the sizes are then those of one device.
         """
 
         def create() -> "DeviceState":
             return cls(
-                pool=StatePool.create(spec, state_blocks),
+                pool=StatePool.create(align, state_blocks),
                 kv=KVPages.create(kv_spec, kv_pages, page_size),
-                state=AlignState.create(spec),
-                tables=BlockTables.create(spec),
-                page_tables=jnp.zeros((spec.max_num_seqs, -(-spec.max_model_len // page_size)), jnp.int32),
-                pending=Pending.create(spec.max_num_seqs, spec.window, history),
+                state=AlignState.create(align),
+                tables=BlockTables.create(align),
+                page_tables=jnp.zeros((align.max_num_seqs, -(-align.max_model_len // page_size)), jnp.int32),
+                pending=Pending.create(align.max_num_seqs, align.window, history),
                 epoch=jnp.ones((), jnp.int32),
             )
 
         if layout is None:
             return create()
-        return jax.jit(layout.run(create, (), device_specs(layout, spec)))()
+        return jax.jit(layout.run(create, (), device_specs(layout, align)))()
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,10 @@ class Graph:
         return nnx.merge(self.definition, jax.tree.unflatten(self.structure, params))
 
 
-def device_specs(layout: Layout, spec: AlignConfig) -> DeviceState:
+def device_specs(layout: Layout, align: AlignConfig) -> DeviceState:
     """Returns how the device state lies on a mesh: the pools are split, the bookkeeping is the same on all devices."""
     every: Any = PartitionSpec()
-    rings: Any = ring_partition(spec.groups) if spec.is_deferred else None
+    rings: Any = ring_partition(align.groups) if align.is_deferred else None
     return DeviceState(
         pool=replace(layout.pool, rings=rings),
         kv=layout.kv,
@@ -204,7 +204,7 @@ _COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 @functools.partial(
     jax.jit,
-    static_argnames=("graph", "spec", "drafter", "num_decode_rows", "layout"),
+    static_argnames=("graph", "align", "drafter", "num_decode_rows", "layout"),
     donate_argnames=("device_state", "sampler"),
     compiler_options=_COMPILER_OPTIONS,
 )
@@ -216,7 +216,7 @@ def run_step(
     mailboxes: Mailboxes | None = None,
     *,
     graph: Graph,
-    spec: AlignConfig,
+    align: AlignConfig,
     drafter: DeviceDrafter | None,
     num_decode_rows: int,
     layout: Layout | None = None,
@@ -231,7 +231,7 @@ def run_step(
             is donated.
         mailboxes: What the devices of `layout` send each other sums through; None leaves sums to XLA.
         graph: The model without its parameters. Static, as are the arguments that follow.
-        spec: How states are kept.
+        align: How states are kept.
         drafter: Proposes drafts for the next step; None if no drafter runs on the device.
         num_decode_rows: Number of rows that are decode or verify rows, padding included.
         layout: How the model lies on several devices; None for one device.
@@ -239,9 +239,9 @@ def run_step(
     Returns:
         What the host reads, a packed `StepResult`; the state for the next step; and `sampler` after the step.
     """
-    run = functools.partial(_run_step, graph=graph, spec=spec, drafter=drafter, num_decode_rows=num_decode_rows)
+    run = functools.partial(_run_step, graph=graph, align=align, drafter=drafter, num_decode_rows=num_decode_rows)
     if layout is not None:
-        every, specs = PartitionSpec(), device_specs(layout, spec)
+        every, specs = PartitionSpec(), device_specs(layout, align)
         boxes = every if mailboxes is None else mailboxes.partition()
         run = layout.run(run, (list(layout.params), every, specs, every, boxes), (every, specs, every))
     return run(params, inputs, device_state, sampler, mailboxes)
@@ -255,7 +255,7 @@ def _run_step(
     mailboxes: Mailboxes | None,
     *,
     graph: Graph,
-    spec: AlignConfig,
+    align: AlignConfig,
     drafter: DeviceDrafter | None,
     num_decode_rows: int,
 ) -> tuple[Packed, DeviceState, SamplerState | None]:
@@ -270,22 +270,22 @@ def _run_step(
     state = add_requests(device_state.state, inputs.additions)
     pending = device_state.pending
     rows = token_rows(batch.query_start_loc, inputs.tokens.shape[0])
-    verify = decode_places(batch, num_decode_rows, spec.window)
+    verify = decode_places(batch, num_decode_rows, align.window)
     tokens, drafts, num_drafts = resolve(pending, batch, inputs.tokens, verify, rows)
-    state, indices = begin_step(spec, state, batch, tables)
+    state, indices = begin_step(align, state, batch, tables)
     # The scheduler plans no chunk after a verify row of the same admission, so deferred states need no migration.
-    pool = pool if spec.is_deferred else migrate(spec, pool, indices)
+    pool = pool if align.is_deferred else migrate(align, pool, indices)
     step = step_inputs(
         batch,
         indices,
         num_decode_rows=num_decode_rows,
         page_tables=page_tables,
         num_tokens=tokens.shape[0],
-        num_decode_tokens=num_decode_rows * spec.window,
+        num_decode_tokens=num_decode_rows * align.window,
         page_size=kv.keys.shape[2],
         num_pages=kv.keys.shape[1],
         token_rows=rows,
-        interior=interior_boundaries(spec, batch, indices, tables, tokens.shape[0] - num_decode_rows * spec.window),
+        interior=interior_boundaries(align, batch, indices, tables, tokens.shape[0] - num_decode_rows * align.window),
     )
     if inputs.following.size:
         pending = record_prompts(pending, batch, rows, step.pages.positions, tokens, inputs.following)
@@ -296,30 +296,30 @@ def _run_step(
     )
     counts = count_sampled(verified, drafts, num_drafts)
     counts = jnp.concatenate([counts, inputs.samples[num_decode_rows:].astype(jnp.int32)])
-    state, plan = plan_finish(spec, state, batch, indices, counts, tables)
-    pool = copy_states(spec, pool, plan)
+    state, plan = plan_finish(align, state, batch, indices, counts, tables)
+    pool = copy_states(align, pool, plan)
     sampled = Sampled(
-        slot=jnp.where(inputs.samples, batch.idx_mapping, spec.max_num_seqs),
-        tokens=jnp.concatenate([verified, jnp.broadcast_to(last[:, None], (last.shape[0], spec.window))]),
+        slot=jnp.where(inputs.samples, batch.idx_mapping, align.max_num_seqs),
+        tokens=jnp.concatenate([verified, jnp.broadcast_to(last[:, None], (last.shape[0], align.window))]),
         counts=counts,
         known=certain_tokens(indices.num_computed_tokens, batch.num_tokens, jnp.maximum(batch.num_drafts, 0)),
     )
     pending = record_sampled(pending, sampled)
     if sampler is not None and sampling.adjust is not None:
-        changed = jnp.where(inputs.samples, sampling.adjust.slot, spec.max_num_seqs)
+        changed = jnp.where(inputs.samples, sampling.adjust.slot, align.max_num_seqs)
         sampler = sampler.counting(changed, sampled.tokens, counts)
     if drafter is not None:
         finished = SampledStep(model, hidden, step, kv, batch, rows, pending.history, sampled)
-        next_drafts, num_next_drafts, kv = drafter.draft(finished, spec.num_speculative_tokens)
+        next_drafts, num_next_drafts, kv = drafter.draft(finished, align.num_speculative_tokens)
         # Any drafter may be wrong: what is no token becomes one, which is then verified as all drafts are.
         next_drafts = jnp.clip(next_drafts, 0, model.config.vocab_size - 1)
-        num_next_drafts = jnp.clip(num_next_drafts, 0, spec.num_speculative_tokens)
+        num_next_drafts = jnp.clip(num_next_drafts, 0, align.num_speculative_tokens)
         pending = propose(pending, sampled.slot, next_drafts, num_next_drafts)
     result = StepResult(
         tokens=sampled.tokens,
         counts=counts,
         drafts=jnp.pad(num_drafts, (0, counts.shape[0] - num_decode_rows)),
-        copies=_num_copies(spec, indices.migration) + _num_copies(spec, plan),
+        copies=_num_copies(align, indices.migration) + _num_copies(align, plan),
         null_reads=_num_lost(indices),
         scores=scores,
         prompt=None if sampling.following is None else score_prompt(model, hidden, sampling.following),
@@ -336,16 +336,16 @@ def _run_step(
     return pack(result), after, sampler
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "layout"), donate_argnames="device_state")
+@functools.partial(jax.jit, static_argnames=("align", "layout"), donate_argnames="device_state")
 def run_fold(
-    slots: jax.Array, device_state: DeviceState, *, spec: AlignConfig, layout: Layout | None = None
+    slots: jax.Array, device_state: DeviceState, *, align: AlignConfig, layout: Layout | None = None
 ) -> DeviceState:
     """Folds slots between two steps: see `fold_slots`.
 
     Args:
         slots: The slots, or -1 for padding. int32 [n]
         device_state: What the last step left. `device_state` is donated.
-        spec: How states are kept. Static.
+        align: How states are kept. Static.
         layout: How the arrays lie on several devices; None for one. Static.
 
     Returns:
@@ -353,11 +353,11 @@ def run_fold(
     """
 
     def run(slots: jax.Array, device_state: DeviceState) -> DeviceState:
-        state, pool = fold_slots(spec, device_state.state, device_state.pool, device_state.tables, slots)
+        state, pool = fold_slots(align, device_state.state, device_state.pool, device_state.tables, slots)
         return replace(device_state, state=state, pool=pool)
 
     if layout is not None:
-        specs = device_specs(layout, spec)
+        specs = device_specs(layout, align)
         return layout.run(run, (PartitionSpec(), specs), specs)(slots, device_state)
     return run(slots, device_state)
 
@@ -368,8 +368,8 @@ def _num_lost(indices: StepIndices) -> jax.Array:
     return found if indices.folds is None else found + indices.folds.num_unsettled()
 
 
-def _num_copies(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:
+def _num_copies(align: AlignConfig, plan: CopyPlan | None) -> jax.Array:
     """Returns the number of blocks that a plan copies, int32 [2, groups]: see `StepResult.copies`."""
     if plan is None:
-        return jnp.zeros((2, len(spec.groups)), jnp.int32)
+        return jnp.zeros((2, len(align.groups)), jnp.int32)
     return jnp.stack(plan.num_copies())

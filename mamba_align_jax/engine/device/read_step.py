@@ -39,7 +39,7 @@ class ReadStep(NamedTuple):
     null_reads: int
 
     @classmethod
-    def of(cls, result: StepResult, places: Sequence[Row | None], spec: AlignConfig) -> "ReadStep":
+    def of(cls, result: StepResult, places: Sequence[Row | None], align: AlignConfig) -> "ReadStep":
         """Reads a result in host memory, of a step that had these rows in its places."""
         columns = result.tokens.tolist(), result.counts.tolist(), result.drafts.tolist()
         rows = [
@@ -49,14 +49,14 @@ class ReadStep(NamedTuple):
         ]
         if result.scores is not None:
             rows = _with_logprobs(result, places, rows)
-        return cls(rows, _copied_bytes(result.copies, spec), int(result.null_reads))
+        return cls(rows, _copied_bytes(result.copies, align), int(result.null_reads))
 
 
-def _copied_bytes(copies: Any, spec: AlignConfig) -> int:
+def _copied_bytes(copies: Any, align: AlignConfig) -> int:
     """Returns the bytes of copied blocks, int32 [2, groups] as in `StepResult.copies`."""
     return sum(
-        int(copies[int(isinstance(state, ConvState)), number]) * spec.state_bytes_per_block(number, state)
-        for number, group in enumerate(spec.groups)
+        int(copies[int(isinstance(state, ConvState)), number]) * align.state_bytes_per_block(number, state)
+        for number, group in enumerate(align.groups)
         for state in group.states
     )
 

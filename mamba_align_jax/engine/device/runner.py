@@ -70,7 +70,7 @@ class StepRunner:
     `reset`, because what it would work on may be lost. Whoever reads a step that was not launched gets the exception.
 
     Attributes:
-        spec: How states are kept.
+        align: How states are kept.
         params: The model's parameters.
         packer: Packs rows into the inputs of a step.
         layout: How the arrays lie on several devices; None for one device.
@@ -80,7 +80,7 @@ class StepRunner:
     def __init__(
         self,
         model: ServedModel,
-        spec: AlignConfig,
+        align: AlignConfig,
         sizes: PoolSizes,
         kv_page_size: int,
         max_prefill_rows: int,
@@ -94,17 +94,17 @@ class StepRunner:
 
         Args:
             model: The model.
-            spec: How states are kept.
+            align: How states are kept.
             sizes: Sizes of the pools.
             kv_page_size: Number of tokens of a KV page.
             max_prefill_rows: Number of prefill rows of a step.
             max_num_batched_tokens: Number of tokens of these rows.
             drafter: Proposes drafts inside the step; None if no drafter runs on the device.
-            layout: How the arrays lie, for a model that is split over devices; `spec` and `sizes` are then those of one
+            layout: How the arrays lie, for a model that is split over devices; `align` and `sizes` are then those of one
                 device.
             launches_ahead: Whether `dispatch` and what precedes a step return before the step is launched.
         """
-        self.spec = spec
+        self.align = align
         self.max_prefill_rows = max_prefill_rows
         self.max_num_batched_tokens = max_num_batched_tokens
         self._graph, self.params = Graph.split(model)
@@ -206,10 +206,10 @@ class StepRunner:
         self._start()
 
     def _start(self) -> None:
-        spec, sizes = self.spec, self._sizes
-        history = spec.max_model_len if self.drafter else 0
+        align, sizes = self.align, self._sizes
+        history = align.max_model_len if self.drafter else 0
         self._device_state = DeviceState.create(
-            spec,
+            align,
             self._kv_spec,
             state_blocks=sizes.state_blocks,
             kv_pages=sizes.kv_pages,
@@ -221,8 +221,8 @@ class StepRunner:
         self._inputs = DeviceInputs(self.layout)
         # Old mailboxes stay until the new ones are there: a step that has failed may still write into them.
         self.mailboxes = new_mailboxes(self.layout, self._hidden_size)
-        self.packer = Packer(spec, self._page_size, history > 0, self._vocab_size)
-        self._checker = StepChecker(spec, sizes.state_blocks)
+        self.packer = Packer(align, self._page_size, history > 0, self._vocab_size)
+        self._checker = StepChecker(align, sizes.state_blocks)
         # What the first command has raised that failed in the thread.
         self._failure: BaseException | None = None
         # False while the device's state, or the checker's account of it, may be half changed.
@@ -230,13 +230,13 @@ class StepRunner:
 
     def wrote(self, block: int) -> None:
         """Records that something other than a step filled a state block, for `checked` configurations."""
-        for group in range(len(self.spec.groups)):
+        for group in range(len(self.align.groups)):
             self._checker.wrote(group, block)
 
     @property
     def entry_forms(self) -> dict[str, Forms]:
         """The forms of the arrays of "pages" and of "states"."""
-        pages, states = forms_of(self.spec, self.device_state, self.layout)
+        pages, states = forms_of(self.align, self.device_state, self.layout)
         return {"pages": pages, "states": states}
 
     def take_entries(self, kind: str, ids: Sequence[int]) -> jax.Array:
@@ -277,12 +277,12 @@ class StepRunner:
     @_moves_data
     def do_make_sampler(self) -> None:
         """Command: makes a new `sampler`."""
-        self._sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self.layout)
+        self._sampler = SamplerState.create(self.align.max_num_seqs, self._vocab_size, len(self._ends), self.layout)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The sizes of every program that a plan can need."""
-        return all_buckets(self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
+        return all_buckets(self.align.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
 
     def trace(self, bucket: Bucket) -> jax.stages.Traced:
         """Traces one program. If it is lowered and compiled, the first step that needs it finds it compiled."""
@@ -325,13 +325,13 @@ class StepRunner:
         self._store_pages([])
         if self.drafter:
             self._begin(self.do_store_tokens, 0, ())
-        if self.spec.is_deferred:
+        if self.align.is_deferred:
             self.fold(-1)
         jax.block_until_ready(self._run(bucket, [None] * bucket.num_rows).result())
 
     def fold(self, slot: int) -> None:
         """Starts the fold of a slot's complete fold group, after the steps that were dispatched: see `fold_slots`."""
-        self._is_sound = not self.spec.checked
+        self._is_sound = not self.align.checked
         self._begin(self.do_fold, slot)
         self._checker.folded(slot)
         self._is_sound = True
@@ -340,7 +340,7 @@ class StepRunner:
     def do_fold(self, slot: int) -> None:
         """Command: see `fold`."""
         slots = np.array([slot], np.int32)
-        self.device_state = run_fold(slots, self.device_state, spec=self.spec, layout=self.layout)
+        self.device_state = run_fold(slots, self.device_state, align=self.align, layout=self.layout)
 
     def dispatch(self, plan: Plan) -> Dispatched:
         """Starts the step of a plan, without waiting for the device. `read` waits for the result."""
@@ -362,9 +362,9 @@ class StepRunner:
             self.make_sampler()
         inputs = self.packer.packed(bucket, places, early)
         # A checker that has raised, or that was not told of a step, can't be used again.
-        self._is_sound = not self.spec.checked
+        self._is_sound = not self.align.checked
         result = self._begin(self.do_step, bucket, inputs)
-        if self.spec.checked:
+        if self.align.checked:
             given, counts = inputs.unpack(), result.result().unpack().counts
             self._checker.check(given.updates, given.additions, given.batch, counts, self.device_state.state)
         self._is_sound = True
@@ -415,9 +415,9 @@ class StepRunner:
         """Waits for a step and returns its result. Nothing else of a step waits for the device."""
         packed = dispatched.result.result()
         result: StepResult = replace(packed, words=jax.device_get(packed.words)).unpack()
-        return ReadStep.of(result, dispatched.places, self.spec)
+        return ReadStep.of(result, dispatched.places, self.align)
 
     def _static(self, bucket: Bucket) -> dict[str, Any]:
         """Returns the static arguments of a bucket's program."""
         model = dict(graph=self._graph, drafter=self.drafter, layout=self.layout)
-        return dict(spec=self.spec, num_decode_rows=bucket.decode_rows, **model)
+        return dict(align=self.align, num_decode_rows=bucket.decode_rows, **model)

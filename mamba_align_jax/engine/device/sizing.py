@@ -88,7 +88,7 @@ def free_bytes(device: jax.Device) -> int | None:
 
 
 def pool_sizes(
-    spec: AlignConfig,
+    align: AlignConfig,
     config: EngineConfig,
     model: ServedModel,
     devices: Sequence[jax.Device] = (),
@@ -102,7 +102,7 @@ def pool_sizes(
     There is one state block for every `block_size` tokens of pages, besides those that running requests hold.
 
     Args:
-        spec: How states are kept.
+        align: How states are kept.
         config: The engine's configuration.
         model: The model, or one device's share of it.
         devices: The device with the least free memory decides. If empty, JAX's first device decides.
@@ -117,25 +117,25 @@ def pool_sizes(
     page_bytes = pages_spec(model, drafter).bytes_per_page(config.kv_page_size)
     # The chunks of one step share its tokens, and return the blocks of the boundaries inside them after its dispatch.
     unread = config.steps_in_flight if steps_in_flight is None else steps_in_flight
-    held = spec.blocks_per_request(unread, max_chunk=0)
-    chunks = spec.blocks_of_chunk(min(config.max_num_batched_tokens, spec.max_model_len))
+    held = align.blocks_per_request(unread, max_chunk=0)
+    chunks = align.blocks_of_chunk(min(config.max_num_batched_tokens, align.max_model_len))
     running, blocks_per_request = config.max_num_seqs * held + chunks, held + chunks
-    tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size
+    tokens_per_block = align.max_model_len if align.mode == "none" else align.block_size
     pages_per_block = -(-tokens_per_block // config.kv_page_size)
     free = map(free_bytes, devices or jax.devices()[:1])
     available = min((size for size in free if size is not None), default=None)
     if available is None:
-        columns = 4 * config.max_num_seqs * math.ceil(spec.max_model_len / tokens_per_block)
+        columns = 4 * config.max_num_seqs * math.ceil(align.max_model_len / tokens_per_block)
     else:
-        budget = int(config.memory_fraction * max(available - weight_bytes, 0)) - running * spec.bytes_per_block
-        budget -= spec.ring_bytes
-        columns = max(budget, 0) // (spec.bytes_per_block + pages_per_block * page_bytes)
-    blocks = config.num_state_blocks or 1 + running + (0 if spec.mode == "none" else columns)
+        budget = int(config.memory_fraction * max(available - weight_bytes, 0)) - running * align.bytes_per_block
+        budget -= align.ring_bytes
+        columns = max(budget, 0) // (align.bytes_per_block + pages_per_block * page_bytes)
+    blocks = config.num_state_blocks or 1 + running + (0 if align.mode == "none" else columns)
     pages = config.num_kv_pages or 1 + columns * pages_per_block
     least = 1 + blocks_per_request
     values.require(blocks >= least, "num_state_blocks", f"at least {least} for one request", blocks)
     values.require(pages >= 2, "num_kv_pages", "at least 2", pages)
-    return PoolSizes(blocks, pages, spec.bytes_per_block, page_bytes)
+    return PoolSizes(blocks, pages, align.bytes_per_block, page_bytes)
 
 
 def memory_bytes(devices: Sequence[jax.Device] = ()) -> int:
@@ -153,12 +153,12 @@ def _host_bytes() -> int:
 
 
 def check_memory(
-    spec: AlignConfig, config: EngineConfig, sizes: PoolSizes, vocab_size: int, devices: Sequence[jax.Device] = ()
+    align: AlignConfig, config: EngineConfig, sizes: PoolSizes, vocab_size: int, devices: Sequence[jax.Device] = ()
 ) -> None:
     """Refuses sizes that can't be in memory whatever else is, before any memory is asked for.
 
     Args:
-        spec: How states are kept.
+        align: How states are kept.
         config: The engine's configuration.
         sizes: The sizes of the pools.
         vocab_size: The number of tokens that the model knows.
@@ -168,12 +168,12 @@ def check_memory(
         ValueError: The pools, the tables of all slots or the arrays of the largest step need more memory than there is.
     """
     logits = 4 * vocab_size
-    pages = -(-spec.max_model_len // config.kv_page_size)
-    tables = 4 * (len(spec.groups) * spec.num_columns + pages)
+    pages = -(-align.max_model_len // config.kv_page_size)
+    tables = 4 * (len(align.groups) * align.num_columns + pages)
     needed = {
         "num_state_blocks": (sizes.state_blocks, sizes.state_block_bytes),
         "num_kv_pages": (sizes.kv_pages, sizes.kv_page_bytes),
-        "max_num_seqs": (config.max_num_seqs, tables + spec.window * logits + spec.ring_bytes_per_slot),
+        "max_num_seqs": (config.max_num_seqs, tables + align.window * logits + align.ring_bytes_per_slot),
         "max_prefill_rows": (config.max_prefill_rows, logits),
         "max_num_batched_tokens": (config.max_num_batched_tokens, _TOKEN_BYTES),
     }

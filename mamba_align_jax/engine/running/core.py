@@ -53,7 +53,7 @@ class EngineCore:
         config: The engine's configuration.
         model_config: The model's configuration.
         tokenizer: Turns text into token ids and back; None if there is none.
-        spec: How states are kept.
+        align: How states are kept.
         sizes: Sizes of the pools, on one device.
         cache: Assigns blocks and pages to requests.
         scheduler: Plans steps.
@@ -74,13 +74,13 @@ class EngineCore:
     def __init__(self, worker: ModelWorker, tokenizer: Tokenizer | None) -> None:
         """Makes the core of an engine over a model that is on its devices."""
         self.config, self.model_config, self.tokenizer = worker.config, worker.model_config, tokenizer
-        self.spec, self.sizes, self.runner = worker.spec, worker.sizes, worker.runner
+        self.align, self.sizes, self.runner = worker.align, worker.sizes, worker.runner
         self.steps_in_flight, self._drafter = worker.steps_in_flight, worker.drafters.host
         config = self.config
         self._watch = None
         if config.prefix_cache != "none":
-            warn_of_rounding(config.block_size, [group.name for group in self.spec.groups])
-            self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
+            warn_of_rounding(config.block_size, [group.name for group in self.align.groups])
+            self._watch = BlockSizeWatch(config.block_size, self.align.max_model_len)
         self._grammars = GrammarCompiler(tokenizer, self.model_config.vocab_size, end_tokens(self.model_config))
         self.counters = Counters(config.num_speculative_tokens)
         self.waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
@@ -108,7 +108,7 @@ class EngineCore:
                 config.num_speculative_tokens,
                 mode=config.prefix_cache,
                 steps_in_flight=self.steps_in_flight,
-                fold_length=self.spec.fold_length if self.spec.is_deferred else None,
+                fold_length=self.align.fold_length if self.align.is_deferred else None,
                 on_eviction=counters.evict_state_block,
             ),
             KVPageManager(self.sizes.kv_pages, config.kv_page_size, on_eviction=counters.evict_kv_page),
@@ -158,7 +158,7 @@ class EngineCore:
             config=self.config,
             cache=self.cache,
             vocab_size=self.model_config.vocab_size,
-            max_model_len=self.spec.max_model_len,
+            max_model_len=self.align.max_model_len,
             has_tokenizer=self.tokenizer is not None,
         )
         _, params = checked
@@ -299,7 +299,7 @@ class EngineCore:
             else:
                 late.append(row)
         self.scheduler.current = None
-        self.tracing.record(read, self.counters["steps"], late, self.spec.state_block_size)
+        self.tracing.record(read, self.counters["steps"], late, self.align.state_block_size)
 
     def _take_in(self, row: Row, result: RowResult) -> None:
         """Adds a row's result to its request, and ends the request if a token ends it."""

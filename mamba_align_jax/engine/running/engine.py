@@ -43,7 +43,7 @@ class Engine:
         config: The engine's configuration.
         model_config: The model's configuration.
         tokenizer: Turns text into token ids and back, for `generate`; None if there is none.
-        spec: How states are kept.
+        align: How states are kept.
         sizes: Sizes of the pools, on one device.
         runner: Runs steps.
         steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
@@ -96,7 +96,7 @@ class Engine:
     def _begin(self, worker: ModelWorker, tokenizer: Tokenizer | None) -> None:
         core = self.core = EngineCore(worker, tokenizer)
         self.config, self.model_config, self.tokenizer = core.config, core.model_config, core.tokenizer
-        self.spec, self.sizes, self.runner = core.spec, core.sizes, core.runner
+        self.align, self.sizes, self.runner = core.align, core.sizes, core.runner
         self.steps_in_flight, self.unread_steps = core.steps_in_flight, core.unread_steps
         self._transfer = Transfer(core)
 

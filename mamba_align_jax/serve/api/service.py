@@ -84,7 +84,7 @@ class Service:
     def max_model_len(self) -> int:
         """The number of tokens of the longest prompt with its answer, for which the pools have room."""
         engine = self.serving.engine
-        return engine.sizes.longest_sequence(engine.spec.max_model_len, engine.config.kv_page_size)
+        return engine.sizes.longest_sequence(engine.align.max_model_len, engine.config.kv_page_size)
 
     def check_alive(self) -> None:
         """Checks that calls are taken or will be.
