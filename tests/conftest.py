@@ -13,6 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import depth
+import gpu.cases
 import gpu.files
 import jax
 import numpy as np
@@ -140,21 +141,19 @@ def pytest_collection_modifyitems(config, items):
     """
     if config.getoption("depth") != "cases":
         quick.mark(items)
+        gpu.cases.mark(items)
     expected = [f"ignore:{message}:{category.__name__}" for message, category in EXPECTED_WARNINGS]
     strict = pytest.mark.filterwarnings("error", *expected)
     for item in items:
         # The item's keywords would not do: the name of a folder is a keyword.
         if item.get_closest_marker("gpu") and not gpu.files.may_have_gpu_tests(item.path):
             raise pytest.UsageError(f"tests/gpu/files.py does not find {item.path}, which has the GPU test {item.name}")
-    # Whether each kind of test runs. Compiled kernels have no deep cases: a GPU runs them all.
     # Sizes that are left to a GPU are compiled there, and not interpreted.
     on_gpu, is_full = jax.default_backend() == "gpu", config.getoption("depth") == "full"
 
     def runs(item):
-        if item.get_closest_marker("gpu"):
-            values = item.callspec.params if hasattr(item, "callspec") else {}
-            return on_gpu and values.get("implementation") != "interpret"
-        return is_full or not item.get_closest_marker("deep")
+        can_run = not item.get_closest_marker("gpu") or (on_gpu and gpu.cases.is_compiled(item))
+        return can_run and (is_full or not item.get_closest_marker("deep"))
 
     left_out = [item for item in items if not runs(item)]
     config.stash[quick.LEFT_OUT] = left_out

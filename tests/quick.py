@@ -178,17 +178,21 @@ RULES = (
 
 def mark(items):
     """Marks what a quick run leaves out."""
+    leave_out([item for item in items if not any(map(item.get_closest_marker, ("gpu", "deep")))], RULES)
+
+
+def leave_out(items, rules):
+    """Marks the cases that `rules` leave out as deep."""
     tests = {}
     for item in items:
-        if not any(map(item.get_closest_marker, ("gpu", "deep"))):
-            tests.setdefault((item.path, item.originalname or item.name), []).append(item)
+        tests.setdefault((item.path, item.originalname or item.name), []).append(item)
     for (path, name), cases in tests.items():
         test = f"{os.path.relpath(path, TESTS)}::{name}"
         # Plugins may have changed the order of the items.
         kept = sorted(
             cases, key=lambda item: tuple(item.callspec.indices.values()) if hasattr(item, "callspec") else ()
         )
-        for pattern, keep in RULES:
+        for pattern, keep in rules:
             if kept and fnmatch.fnmatchcase(test, pattern) and (keep is nothing or hasattr(kept[0], "callspec")):
                 kept = keep(kept)
         for case in cases:

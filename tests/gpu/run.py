@@ -1,4 +1,6 @@
-"""Runs all tests that need a GPU: `python3 tests/gpu/run.py`, or `make gpu`.
+"""Runs the tests that need a GPU: `python3 tests/gpu/run.py`, or `make gpu`.
+
+Of each test it runs the cases that `cases.py` keeps; with `--depth=full`, all of them.
 
 It appends a row to benchmarks/results/gpu_tests.jsonl and prints what failed. Each outcome is in build/gpu/tests.jsonl as
 soon as it is known: a run that is stopped, by `--limit` or by SIGTERM, still names its failures and the tests that were
@@ -77,12 +79,13 @@ def shares(total_gb, processors):
     return small, min(LARGE_GB / total_gb, 0.9), min(SMALL_GB / total_gb, 0.9)
 
 
-def start(name, processes, share, marks, file, arguments):
+def start(name, processes, share, marks, depth, file, arguments):
     """Starts pytest in its own process group, with its output in a file."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     env = os.environ | dict(XLA_PYTHON_CLIENT_MEM_FRACTION=f"{share:.4f}", PYTHONPATH=path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks]
+    command += ["--depth=full"] if depth == "full" else []
     command += arguments or [str(file.relative_to(record.ROOT)) for file in files.in_folder(record.ROOT / "tests")]
     # pytest would look for its settings beside a file that is an argument of its own.
     command += ["-p", "outcomes", f"--outcomes={file}", "-n", str(processes), "--dist", "worksteal"]
@@ -121,6 +124,9 @@ def main(arguments=None):
     parser.add_argument("--commit", help="of this tree, where there is no git")
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="S", help="stop after so many seconds")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="for outcomes and logs")
+    parser.add_argument(
+        "--depth", choices=("quick", "full"), default="quick", help="full: also what cases.py leaves out"
+    )
     parser.add_argument("--json", type=Path, default=record.RESULTS, metavar="FILE", help="for the row")
     parser.add_argument("arguments", nargs="*", help="of pytest, after --: for example tests/kernels")
     options = parser.parse_args(arguments)
@@ -136,7 +142,8 @@ def main(arguments=None):
 
     before = signal.signal(signal.SIGTERM, end)
     began, runs, ended = time.time(), [], False
-    file.write_text(json.dumps(record.conditions("tests", options.commit) | dict(began=began)) + "\n")
+    begin = record.conditions("tests", options.commit) | dict(depth=options.depth, began=began)
+    file.write_text(json.dumps(begin) + "\n")
     memory = record.gpu_says("memory.total")
     small, *fractions = shares(float(memory) * 2**20 / 1e9 if memory != "none" else 100.0, record.processors())
     try:
@@ -144,7 +151,7 @@ def main(arguments=None):
             ("large", LARGE_PROCESSES, fractions[0], "gpu and large_pool"),
             ("small", small, fractions[1], "gpu and not large_pool"),
         ):
-            runs.append(start(name, processes, share, marks, file, options.arguments))
+            runs.append(start(name, processes, share, marks, options.depth, file, options.arguments))
         ended = watch(runs, file, options.limit)
     except KeyboardInterrupt:
         print("stopped")
