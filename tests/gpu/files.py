@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 # Such a file names the marker, a kernel's kind, or a list of implementations that has the marker.
-NAMES = re.compile(r"\bgpu\b|mosaic_gpu|\b(IMPLEMENTATIONS|MOSAIC_GPU|WINDOWS|EVERY)\b")
+# "--disable-gpu" is an option of a browser.
+NAMES = re.compile(r"(?<!-)\bgpu\b|mosaic_gpu|\b(IMPLEMENTATIONS|MOSAIC_GPU|WINDOWS|EVERY)\b")
 
 
 @functools.cache

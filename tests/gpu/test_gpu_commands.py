@@ -11,6 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as the commands are started
 
+import files  # noqa: E402
 import record  # noqa: E402
 import run  # noqa: E402
 import sanitizer  # noqa: E402
@@ -170,3 +171,8 @@ def test_a_soak_goes_on_with_the_seed_after_its_last_one(tmp_path):
     assert (row["requests"], row["wrong"], row["process_seconds"], row["next_seed"]) == (15, 1, 6, 10)
     assert row["host_gb"] == [1.0, 2.0]
     assert row["failures"] == ["stub, seed 8", "process 2 ended with None"]
+
+
+def test_no_file_of_a_gpu_run_needs_the_server():
+    """A machine with a GPU may not have the extra `serve`, and importing a file imports the conftest of its folder."""
+    assert [file for file in files.in_folder(HERE.parent) if file.parent.name == "serve"] == []
