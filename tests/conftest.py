@@ -54,6 +54,7 @@ EXPECTED_WARNINGS = (
 
 # The files that take longest, in this order. A worker that starts one late would run it alone at the end.
 SLOWEST = (
+    *("test_random_calls.py", "test_chained_decoding.py"),
     *("test_generation.py", "test_reference.py", "test_engine.py", "test_sharding.py", "test_mamba_models.py"),
     *("test_donation.py", "test_gated_delta_rule.py", "test_machine.py", "test_speculation.py", "test_readme.py"),
     *(

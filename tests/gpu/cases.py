@@ -23,6 +23,7 @@ RULES = (
     ("kernels/test_selective_state_*.py::*", quick.once),
     ("kernels/test_ssd.py::*", quick.once),
     ("kernels/test_state_layout.py::*", quick.once),
+    ("models/test_chained_decoding.py::*", quick.once),
 )
 
 

@@ -88,7 +88,7 @@ def start(name, processes, share, marks, depth, file, arguments):
     command += ["--depth=full"] if depth == "full" else []
     command += arguments or [str(file.relative_to(record.ROOT)) for file in files.in_folder(record.ROOT / "tests")]
     # pytest would look for its settings beside a file that is an argument of its own.
-    command += ["-p", "outcomes", f"--outcomes={file}", "-n", str(processes), "--dist", "worksteal"]
+    command += ["-p", "outcomes", f"--outcomes={file}", "-n", str(processes), "--maxschedchunk=1"]
     with Path(file.parent, f"{name}.log").open("w") as log:
         streams = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         return subprocess.Popen(command, cwd=record.ROOT, env=env, start_new_session=True, **streams)

@@ -33,7 +33,11 @@ LARGE_OF_TOKENS = [case for case in CASES if case.name in _LARGE]
 # Its weights take too long on a CPU.
 BETWEEN_NORMS = Case("splits of a normed result between norms", ("norm", 4096, "norm"), 4096, dtype="float16")
 BY_ONE_LAUNCH = [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM, BETWEEN_NORMS]
-BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in BY_ONE_LAUNCH]
+# A model's experts have weights of 1 GB each.
+BY_ONE_LAUNCH = [
+    pytest.param(case, id=case.name, marks=[pytest.mark.large_pool] if "experts" in case.name and case in CASES else [])
+    for case in BY_ONE_LAUNCH
+]
 
 
 def check(rng, case, tokens=1, run=Run()):
