@@ -47,15 +47,9 @@ class Experts(nnx.Module):
         *,
         activation: Activation = "swiglu",
     ) -> None:
-        """Makes experts with random weights.
+        """Makes experts with random weights and `size` channels between the activation and `down`.
 
-        Args:
-            experts: Number of experts.
-            hidden_size: Channels of an expert's inputs and outputs.
-            size: Channels between the activation and `down`.
-            dtype: Dtype of weights and products.
-            rngs: Random numbers for the weights.
-            activation: What an expert does between its products: see `pallas_kernels.mixture_of_experts`.
+        `activation` is that of `pallas_kernels.mixture_of_experts`.
         """
 
         def draw(*shape: int) -> jax.Array:
@@ -75,23 +69,11 @@ class Experts(nnx.Module):
         cut.put(self.down, 2, [width])
         self.axis = AXIS
 
-    def __call__(
-        self,
-        x: jax.Array,
-        chosen: jax.Array,
-        weights: jax.Array,
-        run: Run = Run(),
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, run: Run = Run()) -> jax.Array:
         """Adds up what `sums` returns: the weighted sum of the outputs of each token's experts, float32 [tokens, hidden]."""
         return total(self.sums(x, chosen, weights, run), jnp.float32)
 
-    def sums(
-        self,
-        x: jax.Array,
-        chosen: jax.Array,
-        weights: jax.Array,
-        run: Run = Run(),
-    ) -> Outputs:
+    def sums(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, run: Run = Run()) -> Outputs:
         """Computes the weighted sum of the outputs of each token's experts, in partial sums that the caller adds up.
 
         If the experts are split over devices, each device has a summand, in float32.
@@ -121,17 +103,10 @@ class Experts(nnx.Module):
         valid: jax.Array | None = None,
         run: Run = Run(),
     ) -> Outputs:
-        """Chooses the experts of each token and computes what `sums` returns for them.
+        """Chooses the experts of each token by a router's outputs, and computes what `sums` returns for them.
 
-        A single token's experts are chosen inside the experts' kernel if they are not split over devices.
-
-        Args:
-            x: Inputs. [tokens, hidden]
-            logits: The router's outputs: see `pallas_kernels.choose_experts`.
-            routing: How they choose the experts.
-            bias: See `pallas_kernels.choose_experts`.
-            valid: See `MixtureOfExperts`.
-            run: How the ops run.
+        A single token's experts are chosen inside the experts' kernel if they are not split over devices. `logits`,
+        `bias` and `valid` are those of `pallas_kernels.choose_experts`.
         """
         choice = dict(bias=bias, valid=valid, run=run)
         if self.axis is not None:
@@ -158,6 +133,33 @@ class MixtureOfExperts(nnx.Module):
         raise NotImplementedError
 
 
+class SoftmaxMoE(MixtureOfExperts):
+    """Computes the sum of the chosen experts, weighted by a softmax over their logits.
+
+    With `renormalise` false the softmax is over the logits of all experts.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        top_k: int,
+        size: int,
+        dtype: str,
+        rngs: nnx.Rngs,
+        *,
+        renormalise: bool = True,
+    ) -> None:
+        """Makes a layer with random weights. The arguments are those of `SharedExpertMoE`."""
+        self.routing = Routing(top_k=top_k, renormalise=renormalise, logits_dtype=dtype)
+        self.router = Linear(hidden_size, experts, dtype, rngs)
+        self.experts = Experts(experts, hidden_size, size, dtype, rngs)
+
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:
+        """Runs packed tokens: see `MixtureOfExperts`."""
+        return self.experts.routed_sums(x, self.router.partial_sums(x, run), self.routing, valid=valid, run=run)
+
+
 class SharedExpertMoE(MixtureOfExperts):
     """Computes the routed experts' weighted sum plus sigmoid(gate(x)) * shared_expert(x), as in Qwen's models.
 
@@ -178,17 +180,10 @@ class SharedExpertMoE(MixtureOfExperts):
         *,
         renormalise: bool = True,
     ) -> None:
-        """Makes a layer with random weights.
+        """Makes a layer with random weights. A token has `top_k` routed experts of `size` intermediate channels.
 
-        Args:
-            hidden_size: Channels of the residual stream.
-            experts: Number of routed experts.
-            top_k: Number of routed experts per token.
-            size: Intermediate channels of a routed expert.
-            shared_size: Intermediate channels of the shared expert.
-            dtype: Dtype of weights and products.
-            rngs: Random numbers for the weights.
-            renormalise: Whether the chosen experts' weights are scaled to the sum 1.
+        The shared expert has `shared_size` of them. With `renormalise` the chosen experts' weights are scaled to the
+        sum 1.
         """
         shared = shared_experts(shared_size, size)
         self.routing = Routing(
@@ -209,34 +204,14 @@ class SharedExpertMoE(MixtureOfExperts):
 class SigmoidGate(nnx.Module):
     """A router whose scores are sigmoids, with weights and products in float32 for models of every dtype."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        experts: int,
-        top_k: int,
-        rngs: nnx.Rngs,
-        **routing: Any,
-    ) -> None:
-        """Makes a router with random weights.
-
-        Args:
-            hidden_size: Channels of the residual stream.
-            experts: Number of experts.
-            top_k: Number of experts per token.
-            rngs: Random numbers for the weights.
-            routing: The other fields of `pallas_kernels.Routing`.
-        """
+    def __init__(self, hidden_size: int, experts: int, top_k: int, rngs: nnx.Rngs, **routing: Any) -> None:
+        """Makes a router with random weights. `routing` are the other fields of `pallas_kernels.Routing`."""
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (experts, hidden_size)) * hidden_size**-0.5)
         self.e_score_correction_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
         self.routing = Routing(top_k=top_k, scores="sigmoid", **routing)
 
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> tuple[jax.Array, jax.Array]:
-        """Chooses the experts of packed tokens.
-
-        Args:
-            x: The tokens. [tokens, hidden]
-            valid: See `MixtureOfExperts`.
-            run: See `MixtureOfExperts`.
+        """Chooses the experts of packed tokens [tokens, hidden]: see `MixtureOfExperts`.
 
         Returns:
             The chosen experts and their weights, each [tokens, top_k + shared]: see `choose_experts`.
@@ -253,7 +228,6 @@ class SharedExpertsMoE(MixtureOfExperts):
     """Computes the weighted sum of the experts that `gate` chooses, shared ones among them, as in DeepSeek-V3."""
 
     def __init__(self, gate: SigmoidGate, experts: Experts) -> None:
-        """Puts the parts together."""
         self.gate, self.experts = gate, experts
 
     def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:

@@ -86,13 +86,9 @@ def load_model(
 
 
 def outline_model(path: str | Path, dtype: str | None = None) -> CausalLM:
-    """Makes a model with shapes instead of weights, from a directory as `load_model` takes it.
+    """Makes a model with shapes instead of weights, from a directory and a dtype as `load_model` takes them.
 
     It reads the headers of the weights' files, so it is quick and takes no memory for weights.
-
-    Args:
-        path: The model directory.
-        dtype: As for `load_model`.
 
     Raises:
         ValueError: as `load_model` raises it, except for shapes and values of tensors, which are not looked at.

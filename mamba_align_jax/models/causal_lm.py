@@ -86,21 +86,13 @@ class Layer(Protocol):
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         """The layer's mixers, in the order in which it runs them; () if it has none."""
-        ...
 
     def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
-        """Runs a step's packed tokens.
-
-        Args:
-            x: The residual stream, decode and verify rows first.
-            step: The step's inputs.
-            carry: The pools. The layer runs each of its mixers by `carry.mix`, which returns the carry for the next
-                mixer.
+        """Runs a step's packed tokens, decode and verify rows first. It runs each of its mixers by `carry.mix`.
 
         Returns:
             The new residual stream, and the carry after the layer's last mixer.
         """
-        ...
 
 
 class CausalLM(nnx.Module):
@@ -122,17 +114,10 @@ class CausalLM(nnx.Module):
         residual_dtype: str | None = None,
         mtp: Any = None,
     ) -> None:
-        """Puts the parts together.
+        """Puts the layers, in order, and the norm of the last one's outputs together with random embeddings and a head.
 
-        Args:
-            config: The architecture's configuration.
-            layers: The layers, in order.
-            norm: Norm of the last layer's outputs.
-            rngs: Random numbers for embeddings and head.
-            embedding_scale: Factor of the embeddings.
-            logits_scale: Factor of the logits.
-            residual_dtype: Dtype of the residual stream, which layers take and return; the model's dtype if None.
-            mtp: A draft head (`MTPHead`), or None.
+        Embeddings and logits are scaled. `residual_dtype` is the dtype of the residual stream, which layers take and
+        return; None is the model's dtype. `mtp` is a draft head (`MTPHead`), or None.
         """
         self.config = config
         self.embed_tokens: Any = nnx.Embed(

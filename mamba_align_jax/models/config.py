@@ -23,16 +23,11 @@ _WANTED = {
 
 
 def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any) -> dict[str, Any]:
-    """Reads the fields of the rotation by position.
+    """Reads the fields of the rotation by position. `defaults` has the default of each field.
 
-    A field is taken from `rope_scaling`, or else from `rope_parameters`. Older files have it at the top level. If it is in
-    no place, it has its default.
-
-    Args:
-        config: The fields of config.json.
-        scaled: Whether the architecture supports rotations that are stretched. If so, the result has `rope_scaling`,
-            which is what `make_rotation` takes, and `max_position_embeddings` if the rotation changes it.
-        **defaults: The default of each field.
+    A field is taken from `rope_scaling`, or else from `rope_parameters`. Older files have it at the top level. If the
+    architecture supports rotations that are stretched (`scaled`), the result has `rope_scaling`, which is what
+    `make_rotation` takes, and `max_position_embeddings` if the rotation changes it.
 
     Raises:
         ValueError: the kind of rotation is not supported, or lacks a field. It is named.
@@ -83,33 +78,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **scaling}
 
 
-def mamba_head_dim(config: Mapping[str, Any], heads: int, inner: int, source: str) -> int:
-    """Reads the size of a Mamba-2 head, `mamba_d_head`: that number, or what the inner channels give each head.
-
-    Args:
-        config: The fields of config.json.
-        heads: Number of heads.
-        inner: Number of inner channels.
-        source: The field that says how many inner channels there are. If it is given, the heads must have as many.
-
-    Raises:
-        ValueError: the heads have another number of channels. The field is named.
-    """
-    given = config.get("mamba_d_head")
-    dim = inner // heads if given in (None, "auto") else given
-    if config.get(source) is not None and heads * dim != inner:
-        wanted = f"give mamba_n_heads * mamba_d_head = {heads * dim} inner channels"
-        raise wrong(source, wanted, inner, must="must")
-    return dim
-
-
 def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tuple[str, ...]:
-    """Reads the kind of each layer from `layer_types`, or else from `full_attention_interval`.
-
-    Args:
-        config: The fields of config.json.
-        recurrent: The name of recurrent layers.
-        attention: The name of attention layers.
+    """Reads each layer's kind, `recurrent` or `attention`, from `layer_types` or `full_attention_interval`.
 
     Raises:
         ValueError: `layer_types` has other names or another length than `num_hidden_layers`, or no layer is recurrent.
@@ -151,27 +121,18 @@ class ModelConfig:
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Checks an architecture's options and computes fields that config.json lacks. `from_dict` calls it.
+        """Checks an architecture's options, and returns fields that replace or complete those of config.json.
 
-        Args:
-            config: The fields of config.json, with the model's dtype.
-
-        Returns:
-            Fields that replace or complete those of config.json.
+        `config` has the fields of config.json, with the model's dtype. `from_dict` calls it.
 
         Raises:
             ValueError: a field has a value that is not supported. The field is named.
         """
-        del config
         return {}
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], dtype: str | None = None) -> Self:
-        """Makes a configuration from the fields of config.json.
-
-        Args:
-            config: The fields. Unknown ones are ignored.
-            dtype: Dtype of the model; None keeps the one in `config`.
+        """Makes a configuration from the fields of config.json, and perhaps another dtype. Unknown fields are ignored.
 
         Raises:
             ValueError: a field is missing or has a value that is not supported. The field is named.

@@ -51,14 +51,10 @@ END_TOKENS = int | tuple[int, ...] | None
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads the fields of the text model from config.json.
+    """Reads the fields of the text model from a directory's config.json.
 
-    If they are nested in `text_config` or `llm_config`, fields beside it fill in what it lacks, and its end tokens are those
-    of both. Models by state-spaces
-    have other names of the fields, which are translated.
-
-    Args:
-        path: The model directory.
+    If they are nested in `text_config` or `llm_config`, fields beside it fill in what it lacks, and its end tokens are
+    those of both. Models by state-spaces have other names of the fields, which are translated.
 
     Raises:
         ValueError: the directory has no config.json, or that is no object, or a PEFT adapter is in the directory.
@@ -105,11 +101,7 @@ def _with_modelopt(config: dict[str, Any], file: Path) -> dict[str, Any]:
 def read_generation_config(path: str | Path) -> dict[str, Any]:
     """Reads the fields of generation_config.json: a model's end tokens, and how its authors sample from it.
 
-    Args:
-        path: The model directory.
-
-    Returns:
-        The fields; {} if there is no such file.
+    Without such a file there are none.
 
     Raises:
         ValueError: the file is no object, or `eos_token_id` is neither a token nor a list of tokens.
@@ -124,13 +116,9 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_tokenizer_end(path: str | Path) -> dict[str, Any]:
-    """Reads the end token of a directory's tokenizer, which tokenizer_config.json names by its text.
+    """Reads the end token of a directory's tokenizer as `eos_token_id`. tokenizer_config.json names it by its text.
 
-    Args:
-        path: The model directory.
-
-    Returns:
-        The token as `eos_token_id`; {} if the files of the tokenizer name none or are not there.
+    If the files of the tokenizer name none, or are not there, the result is empty.
 
     Raises:
         ValueError: tokenizer_config.json is no object.
@@ -157,13 +145,9 @@ def _text_of(token: Any) -> str | None:
 
 
 def end_tokens(*fields: Mapping[str, Any]) -> int | tuple[int, ...] | None:
-    """Joins the end tokens of several files. Configurations of models for chats often name one that differs.
+    """Joins the `eos_token_id` of several files. Configurations of models for chats often name one that differs.
 
-    Args:
-        *fields: The fields of the files, of which `eos_token_id` is read.
-
-    Returns:
-        The token, if all files name the same one, or all of them; None if there are none.
+    The result is the token, if all files name the same one, or all of them; None if there are none.
     """
     found: dict[int, None] = {}
     for part in fields:
@@ -174,15 +158,10 @@ def end_tokens(*fields: Mapping[str, Any]) -> int | tuple[int, ...] | None:
 
 
 def read_sampling_defaults(path: str | Path) -> dict[str, Any]:
-    """Reads how a model's authors sample from it, from generation_config.json.
+    """Reads how a model's authors sample from it, from generation_config.json, as fields of `SamplingParams`.
 
-    A warning is logged for fields that change what is sampled and that the engine can't follow.
-
-    Args:
-        path: The model directory.
-
-    Returns:
-        Fields of `SamplingParams` that the file has. Without `do_sample` the temperature is 0.
+    Without `do_sample` the temperature is 0. A warning is logged for fields that change what is sampled and that the
+    engine can't follow.
 
     Raises:
         ValueError: the directory has no such file, or a field has a wrong type. It is named.

@@ -1,6 +1,6 @@
 """Falcon-H1: Mamba-2 and attention side by side in every layer, with factors on the inputs and outputs of all parts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,32 +12,19 @@ from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
-from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, agree, mamba_head_dim, require, rotation
-from mamba_align_jax.models.hybrid import attention, mamba2
-from mamba_align_jax.models.sources import Source, named
+from mamba_align_jax.models.bamba import sources as sources
+from mamba_align_jax.models.causal_lm import Carry
+from mamba_align_jax.models.config import agree, require, rotation
+from mamba_align_jax.models.hybrid import HybridModel, Mamba2Config, attention, mamba2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(Mamba2Config):
     """The fields of config.json that shape the model, under their published names."""
 
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    mamba_n_heads: int
-    mamba_d_head: int
-    mamba_d_state: int = 256
-    mamba_n_groups: int = 1
-    mamba_d_conv: int = 4
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
     mamba_rms_norm: bool = False
     mamba_norm_before_gate: bool = True
     projectors_bias: bool = False
-    attention_bias: bool = False
-    rope_theta: float = 1e4
-    rope_scaling: dict | None = field(default=None, hash=False)
     rms_norm_eps: float = 1e-5
     embedding_multiplier: float = 1.0
     lm_head_multiplier: float = 1.0
@@ -56,27 +43,23 @@ class Config(ModelConfig):
         require(config, hidden_act=("silu",), mlp_bias=(False,), mamba_use_mlp=(True,))
         kinds = ["hybrid"] * config.get("num_hidden_layers", 0)
         agree(config, layer_types=kinds, layers_block_type=kinds)
-        hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
-        inner, source = config.get("mamba_d_ssm", 1024), "mamba_d_ssm"
-        if inner is None:
-            inner, source = int((config.get("mamba_expand") or 2) * hidden), "mamba_expand"
-        mamba_heads = config.get("mamba_n_heads") or 128
-        return {
-            "num_key_value_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or hidden // heads,
-            "mamba_n_heads": mamba_heads,
-            "mamba_d_head": mamba_head_dim(config, mamba_heads, inner, source),
+        return super().derive(config) | {
             **rotation(config, rope_theta=cls.rope_theta),
             "ssm_multipliers": tuple(config.get("ssm_multipliers") or cls.ssm_multipliers),
             "mlp_multipliers": tuple(config.get("mlp_multipliers") or cls.mlp_multipliers),
         }
+
+    @classmethod
+    def mamba_channels(cls, config: dict[str, Any]) -> tuple[int, str]:
+        """Returns the inner channels of Mamba-2, and the field that says how many there are."""
+        inner = config.get("mamba_d_ssm", 1024)
+        return super().mamba_channels(config) if inner is None else (inner, "mamba_d_ssm")
 
 
 class FeedForward(GatedMLP):
     """Computes down(silu(a * gate(x)) * up(x)). The layer multiplies it by b; [a, b] are `mlp_multipliers`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a layer with random weights."""
         super().__init__(config.hidden_size, config.intermediate_size, config.dtype, rngs)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
@@ -89,8 +72,8 @@ class FeedForward(GatedMLP):
 class Layer(nnx.Module):
     """Computes x = x + mamba(y) + attention(y) with y = norm(x), then x = x + feed_forward(norm(x))."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a layer with random weights."""
+    def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
+        """Makes layer `number`, which is like all others, with random weights."""
         c = self.config = config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.pre_ff_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -116,20 +99,11 @@ class Layer(nnx.Module):
         return x.add(self.feed_forward(normed), self.feed_forward.down_multiplier), carry
 
 
-class Model(CausalLM):
+class Model(HybridModel):
     """The causal language model of this family: see `CausalLM`."""
 
+    layer_class = Layer
+
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
-        layers = [Layer(config, rngs) for _ in range(config.num_hidden_layers)]
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         scales = dict(embedding_scale=config.embedding_multiplier, logits_scale=config.lm_head_multiplier)
-        super().__init__(config, layers, norm, rngs, **scales)
-
-
-def sources(place: str, config: Config) -> list[Source]:
-    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
-    del config
-    if place.startswith("lm_head"):
-        return [named(place)]
-    return [named(f"model.{'final_layernorm.weight' if place == 'norm.weight' else place}")]
+        super().__init__(config, rngs, **scales)

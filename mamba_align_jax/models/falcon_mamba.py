@@ -21,5 +21,4 @@ class Model(mamba.Model):
     """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
         super().__init__(config, rngs, norm=lambda size: UnitRMSNorm(config.mixer_rms_eps))

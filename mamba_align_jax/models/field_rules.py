@@ -37,11 +37,12 @@ _SIZES = tuple(
 
 
 def check_together(config: Any) -> None:
-    """Checks how the fields of an architecture's configuration fit together. Rules about fields that it lacks are left out.
+    """Checks how an architecture's fields fit together. Rules about fields that it lacks are left out.
 
     Raises:
-        FieldError: A field is no multiple of another one; more is chosen than there is, or nothing; a group has a single
-            expert, or `topk_group` groups have fewer experts than a token; or what there is has no size. It is named.
+        FieldError: A field is no multiple of another one; more is chosen than there is, or nothing; a group has a
+            single expert, or `topk_group` groups have fewer experts than a token; or what there is has no size. It is
+            named.
     """
 
     def value(name: str) -> Any:

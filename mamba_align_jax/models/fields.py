@@ -136,10 +136,6 @@ def wrong(name: str, wanted: str, got: Any, *, must: str = "must be", file: str 
 def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
     """Checks that each option has one of its supported values, is null, or is left out.
 
-    Args:
-        config: The fields of config.json.
-        **supported: The supported values of each option.
-
     Raises:
         ValueError: an option has another value. The option is named.
     """
@@ -151,10 +147,6 @@ def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
 
 def agree(config: Mapping[str, Any], **derived: Any) -> None:
     """Checks that fields which follow from others say what these say, are null, or are left out.
-
-    Args:
-        config: The fields of config.json.
-        **derived: What the other fields say of each.
 
     Raises:
         ValueError: a field says something else. It is named.
@@ -169,9 +161,6 @@ def refuse_step_limits(config: Mapping[str, Any]) -> None:
     """Checks that step sizes have no limit, because no layer clamps them.
 
     Infinity may be written as JSON's `Infinity`, as text, as transformers' `{"__float__": "Infinity"}`, or as null.
-
-    Args:
-        config: The fields of config.json.
 
     Raises:
         ValueError: a limit clamps some step sizes, or is no pair of numbers. Its name is in the text.
@@ -199,11 +188,7 @@ def _limit(value: Any, unlimited: float) -> float:
 
 
 def check_given(config: Mapping[str, Any], cls: Any) -> None:
-    """Checks the fields of config.json that an architecture reads, before it computes with them. Null is left out.
-
-    Args:
-        config: The fields of config.json.
-        cls: The architecture's `Config`.
+    """Checks the fields that an architecture's `Config` reads, before it computes with them. Null is left out.
 
     Raises:
         ValueError: a field has a wrong type or is out of range. The field is named.
@@ -221,14 +206,9 @@ def check_given(config: Mapping[str, Any], cls: Any) -> None:
 
 
 def check_field(name: str, value: Any, wanted: Any, *, may_be_zero: bool = False, file: str = "config.json") -> None:
-    """Checks one field.
+    """Checks one field of a file. Its type is `wanted`, as a dataclass annotates it.
 
-    Args:
-        name: The field's name.
-        value: Its value.
-        wanted: Its type, as a dataclass annotates it.
-        may_be_zero: Whether a number that must be positive otherwise may be 0.
-        file: The file that the field is in.
+    With `may_be_zero` a number that must be positive otherwise may be 0.
 
     Raises:
         ValueError: the value has another type or is out of range. The field is named.

@@ -1,49 +1,32 @@
 """Granite-4 hybrid: a Mamba-2 or attention mixer, then a shared MLP and optional experts, with factors on outputs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.layers.exchange import Outputs
-from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
-from mamba_align_jax.layers.moe import Experts, MixtureOfExperts
+from mamba_align_jax.layers.moe import SoftmaxMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
-from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, mamba_head_dim, require, rotation
-from mamba_align_jax.models.hybrid import attention, mamba2
-from mamba_align_jax.models.sources import Source, named, tensor
-from pallas_kernels import Routing, Run
+from mamba_align_jax.models.causal_lm import Carry
+from mamba_align_jax.models.config import layer_kinds, require, rotation
+from mamba_align_jax.models.hybrid import HybridModel, Mamba2Config, attention, mamba2
+from mamba_align_jax.models.sources import Source, in_model, named, tensor
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(Mamba2Config):
     """The fields of config.json that shape the model, under their published names."""
 
     layer_types: tuple[str, ...]
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    attention_bias: bool = False
     position_embedding_type: str = "nope"
-    rope_theta: float = 1e4
-    rope_scaling: dict | None = field(default=None, hash=False)
-    mamba_n_heads: int = 128
-    mamba_d_head: int
-    mamba_d_state: int = 256
-    mamba_n_groups: int = 1
-    mamba_d_conv: int = 4
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
     shared_intermediate_size: int = 1024
@@ -56,54 +39,34 @@ class Config(ModelConfig):
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes layer kinds, and sizes that follow from others: see `ModelConfig.derive`."""
-        layers, hidden = config.get("num_hidden_layers", 0), config.get("hidden_size", 0)
+        layers = config.get("num_hidden_layers", 0)
         given = config.get("layer_types") or config.get("layers_block_type") or [MAMBA] * layers
         kinds = {"layer_types": [_KINDS.get(kind, kind) for kind in given]}
         require(config, hidden_act=("silu",), normalization_function=("rmsnorm",))
         require(config, position_embedding_type=("rope", "nope"))
-        heads, mamba_heads = config.get("num_attention_heads", 1), config.get("mamba_n_heads") or cls.mamba_n_heads
-        inner = int((config.get("mamba_expand") or 2) * hidden)
-        return {
+        return super().derive(config) | {
             "layer_types": layer_kinds(config | kinds, MAMBA, ATTENTION),
-            "num_key_value_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or hidden // heads,
-            "mamba_d_head": mamba_head_dim(config, mamba_heads, inner, "mamba_expand"),
             **rotation(config, rope_theta=cls.rope_theta),
         }
-
-
-class MoE(MixtureOfExperts):
-    """Computes the sum of the chosen experts, weighted by a softmax over their logits."""
-
-    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a layer with random weights."""
-        c = config
-        self.routing = Routing(top_k=c.num_experts_per_tok, logits_dtype=c.dtype)
-        self.router = Linear(c.hidden_size, c.num_local_experts, c.dtype, rngs)
-        self.experts = Experts(c.num_local_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
-
-    def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:
-        """Runs packed tokens: see `MixtureOfExperts`."""
-        return self.experts.routed_sums(x, self.router.partial_sums(x, run), self.routing, valid=valid, run=run)
 
 
 class Layer(nnx.Module):
     """Computes x = x + m * mixer(norm(x)), then x = x + m * (mlp(y) + experts(y)) with y = norm(x)."""
 
-    def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
-        """Makes a layer with random weights. `kind` is its entry in `layer_types`."""
+    def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
         c = config
         self.residual_multiplier = c.residual_multiplier
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        if kind == MAMBA:
+        if c.layer_types[number] == MAMBA:
             self.mamba = mamba2(c, rngs)
         else:
             rotary_dim = c.head_dim if c.position_embedding_type == "rope" else 0
             options = dict(bias=c.attention_bias, scale=c.attention_multiplier)
             self.self_attn = attention(c, rngs, rotary_dim=rotary_dim, **options)
         self.shared_mlp = GatedMLP(c.hidden_size, c.shared_intermediate_size, c.dtype, rngs)
-        self.block_sparse_moe = MoE(c, rngs) if c.num_local_experts else None
+        sizes = c.hidden_size, c.num_local_experts, c.num_experts_per_tok, c.intermediate_size
+        self.block_sparse_moe = SoftmaxMoE(*sizes, c.dtype, rngs) if c.num_local_experts else None
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -123,21 +86,20 @@ class Layer(nnx.Module):
         return x.add(out, self.residual_multiplier), carry
 
 
-class Model(CausalLM):
+class Model(HybridModel):
     """The causal language model of this family: see `CausalLM`."""
 
+    layer_class = Layer
+
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
-        layers = [Layer(config, kind, rngs) for kind in config.layer_types]
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         scales = dict(embedding_scale=config.embedding_multiplier, logits_scale=1 / config.logits_scaling)
-        super().__init__(config, layers, norm, rngs, **scales)
+        super().__init__(config, rngs, **scales)
 
 
 def sources(place: str, config: Config) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     if not place.startswith("layers."):
-        return [named(place if place.startswith("lm_head") else f"model.{place}")]
+        return [named(in_model(place))]
     _, number, name = place.split(".", 2)
     layer = f"model.layers.{number}"
 

@@ -1,5 +1,6 @@
 """The layer that most hybrid families have, and mixers made from configuration fields that families name alike."""
 
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -8,9 +9,68 @@ from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
+from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
-from mamba_align_jax.models.causal_lm import Carry
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.config import ModelConfig
+from mamba_align_jax.models.fields import wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig(ModelConfig):
+    """The fields of a model whose attention heads have the same sizes in all layers."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Computes the sizes of heads that config.json may leave out: see `ModelConfig.derive`."""
+        heads = config.get("num_attention_heads", 1)
+        return {
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or config.get("hidden_size", 0) // heads,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(HeadsConfig):
+    """The fields of attention with a rotation, as `attention` reads them."""
+
+    rope_theta: float = 1e4
+    rope_scaling: dict | None = field(default=None, hash=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config(AttentionConfig):
+    """The fields of attention and of Mamba-2, as `attention` and `mamba2` read them."""
+
+    attention_bias: bool = False
+    mamba_n_heads: int = 128
+    mamba_d_head: int
+    mamba_d_state: int = 256
+    mamba_n_groups: int = 1
+    mamba_d_conv: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    @classmethod
+    def mamba_channels(cls, config: dict[str, Any]) -> tuple[int, str]:
+        """Returns the inner channels of Mamba-2, and the field that says how many there are."""
+        return int((config.get("mamba_expand") or 2) * config.get("hidden_size", 0)), "mamba_expand"
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Computes the sizes of heads that config.json may leave out: see `ModelConfig.derive`."""
+        heads, given = config.get("mamba_n_heads") or cls.mamba_n_heads, config.get("mamba_d_head")
+        inner, source = cls.mamba_channels(config)
+        dim = inner // heads if given in (None, "auto") else given
+        if config.get(source) is not None and heads * dim != inner:
+            wanted = f"give mamba_n_heads * mamba_d_head = {heads * dim} inner channels"
+            raise wrong(source, wanted, inner, must="must")
+        return super().derive(config) | {"mamba_d_head": dim}
 
 
 class PreNormLayer(nnx.Module):
@@ -45,6 +105,24 @@ class PreNormLayer(nnx.Module):
         out, carry = carry.mix(mixer, normed, step)
         normed, x = norm(x.add(out), before_feed_forward)
         return x.add(carry.feed_forward(getattr(self, self.feed_forward_name), normed, step)), carry
+
+
+class HybridModel(CausalLM):
+    """A causal language model whose layers are all of one class.
+
+    Attributes:
+        layer_class: Makes a layer from the configuration, the layer's number and random numbers.
+        epsilon_field: The field of the configuration that has the epsilon of the last norm.
+    """
+
+    layer_class: ClassVar[Any]
+    epsilon_field: ClassVar[str] = "rms_norm_eps"
+
+    def __init__(self, config: Any, rngs: nnx.Rngs, **options: Any) -> None:
+        """Makes a model with random weights. `options` are those of `CausalLM`."""
+        layers = [self.layer_class(config, number, rngs) for number in range(config.num_hidden_layers)]
+        norm = RMSNorm(config.hidden_size, getattr(config, self.epsilon_field))
+        super().__init__(config, layers, norm, rngs, **options)
 
 
 # `c` is a family's `Config`, read by the names of its fields. `changes` are further arguments of the mixer.

@@ -10,33 +10,25 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import jax
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
-from mamba_align_jax.layers.exchange import Outputs
-from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
-from mamba_align_jax.layers.moe import Experts, MixtureOfExperts
+from mamba_align_jax.layers.moe import SoftmaxMoE
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.models.causal_lm import CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
-from mamba_align_jax.models.hybrid import PreNormLayer
-from mamba_align_jax.models.sources import Source, experts, named
-from pallas_kernels import Routing, Run
+from mamba_align_jax.models.config import layer_kinds, require
+from mamba_align_jax.models.hybrid import HeadsConfig, HybridModel, PreNormLayer
+from mamba_align_jax.models.sources import Source, experts, in_model, named
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(HeadsConfig):
     """The fields of config.json that shape the model, under their published names."""
 
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     layers_block_type: tuple[str, ...]
     expert_layer_period: int = 2
     expert_layer_offset: int = 1
@@ -63,35 +55,15 @@ class Config(ModelConfig):
         given = config.get("layers_block_type") or config.get("layer_types")
         given = given or [MAMBA if n % period != offset else ATTENTION for n in range(layers)]
         kinds = {"layer_types": [_KINDS.get(kind, kind) for kind in given]}
-        hidden, heads, rank = (
-            config.get(name, default)
-            for name, default in (("hidden_size", 0), ("num_attention_heads", 1), ("mamba_dt_rank", "auto"))
-        )
-        return {
+        hidden, rank = config.get("hidden_size", 0), config.get("mamba_dt_rank", "auto")
+        return super().derive(config) | {
             "layers_block_type": layer_kinds(config | kinds, MAMBA, ATTENTION),
-            "num_key_value_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or hidden // heads,
             "mamba_dt_rank": math.ceil(hidden / 16) if rank == "auto" else rank,
         }
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether layer `layer` has a mixture of experts instead of an MLP."""
         return self.num_experts > 1 and layer % self.expert_layer_period == self.expert_layer_offset
-
-
-class MoE(MixtureOfExperts):
-    """Computes the sum of the chosen experts, weighted by a softmax over the logits of all experts."""
-
-    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a layer with random weights."""
-        c = config
-        self.routing = Routing(top_k=c.num_experts_per_tok, renormalise=False, logits_dtype=c.dtype)
-        self.router = Linear(c.hidden_size, c.num_experts, c.dtype, rngs)
-        self.experts = Experts(c.num_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
-
-    def __call__(self, x: jax.Array, valid: jax.Array | None = None, run: Run = Run()) -> Outputs:
-        """Runs packed tokens: see `MixtureOfExperts`."""
-        return self.experts.routed_sums(x, self.router.partial_sums(x, run), self.routing, valid=valid, run=run)
 
 
 class Layer(PreNormLayer):
@@ -102,7 +74,6 @@ class Layer(PreNormLayer):
     feed_forward_name = "feed_forward"
 
     def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
-        """Makes layer `number` with random weights."""
         c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps)
         self.input_layernorm = norm(c.hidden_size)
         self.pre_ff_layernorm = norm(c.hidden_size)
@@ -124,25 +95,21 @@ class Layer(PreNormLayer):
                 norm=norm,
             )
         if c.has_experts(number):
-            self.feed_forward = MoE(c, rngs)
+            sizes = c.hidden_size, c.num_experts, c.num_experts_per_tok, c.intermediate_size
+            self.feed_forward = SoftmaxMoE(*sizes, c.dtype, rngs, renormalise=False)
         else:
             self.feed_forward = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
 
 
-class Model(CausalLM):
+class Model(HybridModel):
     """The causal language model of this family: see `CausalLM`."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
-        layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
-        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
+    layer_class = Layer
 
 
 def sources(place: str, config: Config) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
-    if place.startswith("lm_head"):
-        return [named(place)]
     if ".experts." in place:
         return experts(f"model.{place}", config.num_experts)
-    place = "final_layernorm.weight" if place == "norm.weight" else place
-    return [named(f"model.{place.replace('dt_proj_bias', 'dt_proj.bias')}")]
+    place = in_model(place, {"norm.weight": "final_layernorm.weight"})
+    return [named(place.replace("dt_proj_bias", "dt_proj.bias"))]

@@ -15,10 +15,9 @@ from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, SharedExpertsMoE, SigmoidGate
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require, wrong
-from mamba_align_jax.models.hybrid import PreNormLayer
-from mamba_align_jax.models.sources import Source, experts, joined, mapped, named, parts, taps, tensor
+from mamba_align_jax.models.hybrid import HybridModel, PreNormLayer
+from mamba_align_jax.models.sources import Source, experts, in_model, joined, mapped, named, parts, taps, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
@@ -104,10 +103,7 @@ class Config(ModelConfig):
     def shared(cls, config: dict[str, Any], first_dense: int) -> dict[str, Any]:
         """Computes the fields that Kimi Linear and Ling have in common.
 
-        Args:
-            config: The fields of config.json.
-            first_dense: Number of leading layers without experts, if config.json does not say which layers have
-                experts.
+        If config.json does not say which layers have experts, the first `first_dense` layers have none.
 
         Raises:
             ValueError: a field is missing or has a value that is not supported. The field is named.
@@ -141,7 +137,6 @@ class Layer(PreNormLayer):
     takes_chains = True
 
     def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
-        """Makes layer `number` with random weights."""
         c = config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -191,13 +186,10 @@ class Layer(PreNormLayer):
         self.mlp = SharedExpertsMoE(gate, Experts(number, c.hidden_size, c.moe_intermediate_size, c.dtype, rngs))
 
 
-class Model(CausalLM):
+class Model(HybridModel):
     """The causal language model of this family: see `CausalLM`."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
-        layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
-        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
+    layer_class = Layer
 
 
 _EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -210,7 +202,7 @@ _RENAMES = (
 
 def transformers_sources(place: str, config: Config) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors with the names of transformers' modules."""
-    place = place if place.startswith("lm_head") else f"model.{place}"
+    place = in_model(place)
     mixer = place.rpartition(".self_attn.")[0] + ".self_attn"
     if ".experts." in place:
         size = config.moe_intermediate_size * config.num_shared_experts

@@ -5,7 +5,7 @@ Source: Liquid AI, "LFM2 Technical Report" (2025).
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,29 +18,24 @@ from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, MixtureOfExperts, SigmoidGate
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.short_conv import ShortConv
-from mamba_align_jax.models.causal_lm import CausalLM
-from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require, rotation
-from mamba_align_jax.models.hybrid import PreNormLayer, attention
-from mamba_align_jax.models.sources import Source, experts, named, parts, taps, tensor
+from mamba_align_jax.models.config import agree, layer_kinds, require, rotation
+from mamba_align_jax.models.hybrid import AttentionConfig, HybridModel, PreNormLayer, attention
+from mamba_align_jax.models.sources import Source, experts, in_model, named, parts, taps, tensor
 from pallas_kernels import Run
 
 CONV, FULL = "conv", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(AttentionConfig):
     """The fields of config.json that shape the model, under their published names.
 
     `intermediate_size` is the size that MLPs have, after the adjustment that published configurations ask for.
     """
 
     layer_types: tuple[str, ...]
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     norm_eps: float = 1e-5
     rope_theta: float = 1e6
-    rope_scaling: dict | None = field(default=None, hash=False)
     conv_bias: bool = False
     conv_L_cache: int = 3
     block_auto_adjust_ff_dim: bool = False
@@ -58,9 +53,7 @@ class Config(ModelConfig):
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes layer kinds, the size of MLPs and the rotation: see `ModelConfig.derive`."""
-        layers, hidden, heads = (
-            config.get(name, 1) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-        )
+        layers, hidden = config.get("num_hidden_layers", 1), config.get("hidden_size", 1)
         require(config, block_use_swiglu=(True,), hidden_act=("silu",), use_pos_enc=(True,))
         agree(config, block_norm_eps=config.get("norm_eps") or cls.norm_eps, conv_dim=hidden, conv_dim_out=hidden)
         attention = config.get("full_attn_idxs")
@@ -75,7 +68,7 @@ class Config(ModelConfig):
             if multiplier is not None:
                 multiple = config.get("block_multiple_of", 256)
                 size = math.ceil(int(multiplier * size) / multiple) * multiple
-        return {
+        return super().derive(config) | {
             "layer_types": layer_kinds(config | {"layer_types": kinds}, CONV, FULL),
             "intermediate_size": size,
             "block_auto_adjust_ff_dim": False,
@@ -83,8 +76,6 @@ class Config(ModelConfig):
             "num_experts": config.get("num_experts", 32) if sparse else 0,
             "num_experts_per_tok": config.get("num_experts_per_tok", 4) if sparse else 0,
             "tie_word_embeddings": config.get("tie_word_embeddings") if tied is None else tied,
-            "num_key_value_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or hidden // heads,
             "model_type": "lfm2_moe" if sparse else cls.model_type,
             **rotation(config, rope_theta=config.get("theta") or cls.rope_theta),
         }
@@ -94,7 +85,6 @@ class MoE(MixtureOfExperts):
     """Computes the sum of the chosen experts, weighted by their sigmoids."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a layer with random weights."""
         c = config
         self.renormalise, self.scale = c.norm_topk_prob, c.routed_scaling_factor
         self.gate = SigmoidGate(c.hidden_size, c.num_experts, c.num_experts_per_tok, rngs, renormalise=False)
@@ -117,7 +107,6 @@ class Layer(PreNormLayer):
     feed_forward_name = "feed_forward"
 
     def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
-        """Makes layer `number` with random weights."""
         c, norm = config, functools.partial(RMSNorm, epsilon=config.norm_eps)
         self.operator_norm = norm(c.hidden_size)
         self.ffn_norm = norm(c.hidden_size)
@@ -131,13 +120,11 @@ class Layer(PreNormLayer):
             self.feed_forward = MoE(c, rngs)
 
 
-class Model(CausalLM):
+class Model(HybridModel):
     """The causal language model of this family: see `CausalLM`."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
-        layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
-        super().__init__(config, layers, RMSNorm(config.hidden_size, config.norm_eps), rngs)
+    layer_class = Layer
+    epsilon_field = "norm_eps"
 
 
 _NAMES = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj", "down_proj": "w2"}
@@ -145,9 +132,7 @@ _NAMES = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"
 
 def sources(place: str, config: Config) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
-    if place.startswith("lm_head"):
-        return [named(place)]
-    place = f"model.{'embedding_norm.weight' if place == 'norm.weight' else place}"
+    place = in_model(place, {"norm.weight": "embedding_norm.weight"})
     if ".experts." in place:
         return experts(place, config.num_experts, up=("w1", "w3"), down=("w2",))
     *path, module, leaf = place.split(".")

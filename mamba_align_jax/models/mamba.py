@@ -109,7 +109,6 @@ class Model(Backbone):
 
 def sources(place: str, config: ModelConfig) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
-    del config
     if place.startswith("lm_head"):
         return [named(place)]
     if place == "norm.weight":

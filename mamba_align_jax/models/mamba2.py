@@ -42,27 +42,18 @@ class Config(ModelConfig):
         return {"intermediate_size": inner}
 
 
+def mixer(c: Any, heads: int, head_dim: int, state_dim: int, rngs: nnx.Rngs) -> Mamba2Mixer:
+    """Makes a mixer from the fields of a configuration that Mamba-2 and Nemotron-H name alike, and its sizes."""
+    sizes: dict[str, Any] = dict(heads=heads, head_dim=head_dim, state_dim=state_dim, groups=c.n_groups)
+    biases: dict[str, Any] = dict(conv_bias=c.use_conv_bias, in_bias=c.use_bias, out_bias=c.use_bias)
+    fields: dict[str, Any] = dict(width=c.conv_kernel, dtype=c.dtype, rngs=rngs, epsilon=c.layer_norm_epsilon)
+    return Mamba2Mixer(c.hidden_size, **sizes | biases | fields)
+
+
 class Model(Backbone):
     """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
         c = config
-        mixers = [
-            Mamba2Mixer(
-                c.hidden_size,
-                heads=c.num_heads,
-                head_dim=c.head_dim,
-                state_dim=c.state_size,
-                groups=c.n_groups,
-                width=c.conv_kernel,
-                dtype=c.dtype,
-                rngs=rngs,
-                epsilon=c.layer_norm_epsilon,
-                conv_bias=c.use_conv_bias,
-                in_bias=c.use_bias,
-                out_bias=c.use_bias,
-            )
-            for _ in range(c.num_hidden_layers)
-        ]
-        super().__init__(c, mixers, rngs)
+        sizes = c.num_heads, c.head_dim, c.state_size
+        super().__init__(c, [mixer(c, *sizes, rngs) for _ in range(c.num_hidden_layers)], rngs)

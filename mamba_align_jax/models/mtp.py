@@ -32,14 +32,7 @@ class MTPHead(nnx.Module):
     """
 
     def __init__(self, layer: Any, config: ModelConfig, norm: Callable[[], nnx.Module], rngs: nnx.Rngs) -> None:
-        """Makes a head with random weights.
-
-        Args:
-            layer: A full-attention decoder layer of the model's own kind.
-            config: The model's configuration.
-            norm: Makes a norm as the model has it.
-            rngs: Random numbers for the weights.
-        """
+        """Makes a head with random weights around `layer`. `norm` makes a norm as the model has it."""
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(), norm()
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, config.dtype, rngs)
         self.layers = nnx.List([layer])
@@ -53,15 +46,10 @@ class MTPHead(nnx.Module):
     def __call__(
         self, embedded: jax.Array, hidden: jax.Array, step: StepInputs, carry: Any, exchange: Exchange | None = None
     ) -> tuple[jax.Array, Any]:
-        """Runs a step's packed tokens.
+        """Runs a step's packed tokens: the embedding of the token after each, and its hidden state, [tokens, hidden].
 
-        Args:
-            embedded: Embedding of the token that follows each token. [tokens, hidden]
-            hidden: Hidden state of each token. [tokens, hidden]
-            step: The step's inputs.
-            carry: The `Carry` after the model's last attention layer. The head's keys are in the next layer of the
-                pages.
-            exchange: Adds up what the devices of a split model have; None leaves that to XLA.
+        `carry` is the `Carry` after the model's last attention layer: the head's keys are in the next layer of the
+        pages. `exchange` adds up what the devices of a split model have; None leaves that to XLA.
 
         Returns:
             Hidden states [tokens, hidden] for the model's `logits`, and the carry after the head.

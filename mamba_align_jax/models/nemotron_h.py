@@ -16,11 +16,10 @@ from flax import nnx
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
-from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.moe import Experts, MixtureOfExperts, SigmoidGate
 from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
-from mamba_align_jax.models import mamba
+from mamba_align_jax.models import mamba, mamba2
 from mamba_align_jax.models.config import ModelConfig, require, wrong
 from mamba_align_jax.models.sources import Source, experts
 from mamba_align_jax.sharding import Part
@@ -122,7 +121,6 @@ class MoE(MixtureOfExperts):
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a layer with random weights."""
         c, latent = config, config.moe_latent_size
         self.gate = SigmoidGate(
             c.hidden_size,
@@ -155,20 +153,7 @@ def mixer(config: Config, kind: str, rngs: nnx.Rngs) -> nnx.Module:
     """Makes the mixer or the feed-forward layer of a layer, whose entry in `layers_block_type` is `kind`."""
     c = config
     if kind == MAMBA:
-        return Mamba2Mixer(
-            c.hidden_size,
-            heads=c.mamba_num_heads,
-            head_dim=c.mamba_head_dim,
-            state_dim=c.ssm_state_size,
-            groups=c.n_groups,
-            width=c.conv_kernel,
-            dtype=c.dtype,
-            rngs=rngs,
-            epsilon=c.layer_norm_epsilon,
-            conv_bias=c.use_conv_bias,
-            in_bias=c.use_bias,
-            out_bias=c.use_bias,
-        )
+        return mamba2.mixer(c, c.mamba_num_heads, c.mamba_head_dim, c.ssm_state_size, rngs)
     if kind == ATTENTION:
         heads = c.num_attention_heads, c.num_key_value_heads
         return Attention(c.hidden_size, *heads, c.head_dim, c.dtype, rngs, bias=c.attention_bias)
@@ -179,7 +164,6 @@ class Model(mamba.Backbone):
     """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
         super().__init__(config, [mixer(config, kind, rngs) for kind in config.layers_block_type], rngs)
 
 

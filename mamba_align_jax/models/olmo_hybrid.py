@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
@@ -11,10 +11,10 @@ from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
-from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.hybrid import PreNormLayer, attention, gated_delta_net
-from mamba_align_jax.models.sources import Source, joined, named, parts, taps
+from mamba_align_jax.models.causal_lm import Carry
+from mamba_align_jax.models.config import layer_kinds, require, rotation
+from mamba_align_jax.models.hybrid import AttentionConfig, HybridModel, PreNormLayer, attention, gated_delta_net
+from mamba_align_jax.models.sources import Source, in_model, joined, named, parts, taps
 
 LINEAR, FULL = "linear_attention", "full_attention"
 # Epsilon of the delta nets' output norm. It does not depend on rms_norm_eps.
@@ -22,13 +22,10 @@ _OUTPUT_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(AttentionConfig):
     """The fields of config.json that shape the model, under their published names."""
 
     layer_types: tuple[str, ...]
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
@@ -36,7 +33,6 @@ class Config(ModelConfig):
     linear_conv_kernel_dim: int = 4
     linear_allow_neg_eigval: bool = True
     rope_theta: float = 0.0
-    rope_scaling: dict | None = field(default=None, hash=False)
     model_type: str = "olmo_hybrid"
 
     @classmethod
@@ -50,10 +46,8 @@ class Config(ModelConfig):
         hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
         key_heads = config.get("linear_num_key_heads") or heads
         key_dim = config.get("linear_key_head_dim") or int(0.75 * hidden / key_heads)
-        return {
+        return super().derive(config) | {
             "layer_types": kinds,
-            "num_key_value_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or hidden // heads,
             "linear_num_key_heads": key_heads,
             "linear_num_value_heads": config.get("linear_num_value_heads") or heads,
             "linear_key_head_dim": key_dim,
@@ -69,12 +63,11 @@ class Layer(PreNormLayer):
     With attention it computes x = x + norm(attention(x)), then x = x + norm(mlp(x)).
     """
 
-    def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
-        """Makes a layer with random weights. `kind` is its entry in `layer_types`."""
+    def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
         c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps)
         self.post_attention_layernorm = norm(c.hidden_size)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
-        if kind == LINEAR:
+        if c.layer_types[number] == LINEAR:
             self.input_layernorm = norm(c.hidden_size)
             options = dict(epsilon=_OUTPUT_NORM_EPS, allow_neg_eigval=c.linear_allow_neg_eigval)
             self.linear_attn = gated_delta_net(c, rngs, **options)
@@ -94,13 +87,10 @@ class Layer(PreNormLayer):
         return x.after(value, self.post_feedforward_layernorm(out)), carry
 
 
-class Model(CausalLM):
+class Model(HybridModel):
     """The causal language model of this family: see `CausalLM`."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
-        layers = [Layer(config, kind, rngs) for kind in config.layer_types]
-        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
+    layer_class = Layer
 
 
 _RENAMED = {"norm": "o_norm", "out_proj": "o_proj"}
@@ -117,10 +107,7 @@ def _own_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def sources(place: str, config: Config) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
-    del config
-    if place.startswith("lm_head"):
-        return [named(place)]
-    place = f"model.{place}"
+    place = in_model(place)
     mixer, _, leaf = place.partition(".linear_attn.")
     if leaf == "conv1d.weight":
         return [joined([taps(f"{mixer}.linear_attn.{part}_conv1d.weight") for part in "qkv"]), named(place)]

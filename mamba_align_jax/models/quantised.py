@@ -40,10 +40,7 @@ class Quantisation:
 
 
 def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
-    """Reads how the weights are quantised from the fields of config.json.
-
-    Returns:
-        How FP8 weights are scaled; None if no weights are quantised.
+    """Reads how FP8 weights are scaled from the fields of config.json; None if no weights are quantised.
 
     Raises:
         ValueError: the weights are quantised in a way that can't be loaded. It is named.
@@ -175,17 +172,10 @@ def _values(scales: StoredTensor) -> np.ndarray:
 
 
 def dequantised(stored: Mapping[str, StoredTensor], quantisation: Quantisation | None) -> dict[str, Tensor]:
-    """Joins FP8 tensors with their scales.
-
-    Args:
-        stored: The tensors of a model directory by name.
-        quantisation: How they are quantised; None if they are not.
-
-    Returns:
-        The tensors by name, without the scales.
+    """Joins a model directory's FP8 tensors with their scales. The scales are no tensors of their own any more.
 
     Raises:
-        ValueError: an FP8 tensor has no scales. It is named.
+        ValueError: an FP8 tensor has no scales, or nothing says how it is quantised. It is named.
     """
     if quantisation is None:
         name = next((name for name, part in stored.items() if part.kind in FP8), None)

@@ -1,7 +1,7 @@
 """Qwen3.5, text only: gated delta nets and some layers of gated attention, with MLPs or experts, and a draft head."""
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
@@ -10,8 +10,8 @@ from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.models.causal_lm import CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.hybrid import PreNormLayer, attention, gated_delta_net
+from mamba_align_jax.models.config import layer_kinds, require, rotation
+from mamba_align_jax.models.hybrid import AttentionConfig, PreNormLayer, attention, gated_delta_net
 from mamba_align_jax.models.mtp import MTPHead
 from mamba_align_jax.models.sources import Source, experts, joined, named, tensor
 
@@ -19,20 +19,15 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(AttentionConfig):
     """The fields of config.json that shape the model, under their published names."""
 
     layer_types: tuple[str, ...]
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int = 4
-    rope_theta: float = 1e4
-    rope_scaling: dict | None = field(default=None, hash=False)
     partial_rotary_factor: float = 0.25
     num_experts: int = 0
     num_experts_per_tok: int = 0
@@ -76,12 +71,7 @@ class Config(ModelConfig):
         fields = super().to_dict()
         rope = {name: fields.pop(name) for name in ("rope_theta", "partial_rotary_factor")}
         rope |= fields.pop("rope_scaling") or {"rope_type": "default"}
-        return {
-            "architectures": ["Qwen3_5ForCausalLM"],
-            **fields,
-            "hidden_act": "silu",
-            "rope_parameters": rope,
-        }
+        return {"architectures": ["Qwen3_5ForCausalLM"], **fields, "hidden_act": "silu", "rope_parameters": rope}
 
 
 class Layer(PreNormLayer):
@@ -118,7 +108,6 @@ class Model(CausalLM):
     """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
         layers = [Layer(config, kind, config.is_sparse(n), rngs) for n, kind in enumerate(config.layer_types)]
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
         super().__init__(config, layers, norm, rngs, mtp=draft_head(config, rngs))

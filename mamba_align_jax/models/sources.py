@@ -1,7 +1,8 @@
 """How parameters are made from the tensors of a model directory: a `Source` for each way to make one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -38,11 +39,6 @@ def tensor(name: str) -> Source:
     return Source((name,), next, lambda array, _: [array])
 
 
-def product(name: str) -> Source:
-    """Transposes the weight of a dense product, which files hold as [out, in]."""
-    return Source((name,), lambda parts: next(parts).T, lambda array, _: [array.T])
-
-
 def taps(name: str) -> Source:
     """Takes a convolution's taps, which files hold as [channels, 1, width], to [width, channels]."""
     return Source((name,), lambda parts: np.squeeze(next(parts), axis=1).T, lambda array, _: [array.T[:, None]])
@@ -57,9 +53,7 @@ def joined(sources: Sequence[Source], axis: int = -1) -> Source:
 def parts(names: Sequence[str], own_sizes: Callable[[Sequence[int]], Sequence[int]] = lambda sizes: sizes) -> Source:
     """Concatenates tensors along the first axis: the parts of a `Linear`.
 
-    Args:
-        names: Names of the tensors.
-        own_sizes: Makes the tensors' sizes from those of the `Linear`'s parts, if some of these are several tensors.
+    If some of the parts are several tensors, `own_sizes` makes the tensors' sizes from those of the parts.
     """
     both = joined([tensor(name) for name in names], axis=0)
     return Source(both.names, both.make, lambda array, sizes: np.split(array, np.cumsum(own_sizes(sizes))[:-1]))
@@ -100,6 +94,11 @@ def mapped(source: Source, function: Callable[[np.ndarray], np.ndarray]) -> Sour
     return Source(source.names, lambda parts: function(source.make(parts)))
 
 
+def in_model(place: str, renamed: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Returns the name that most files have for a parameter: all but the head are in `model`. `renamed` differ there."""
+    return place if place.startswith("lm_head") else f"model.{renamed.get(place, place)}"
+
+
 def named(place: str) -> Source:
     """Takes the tensors whose name is the parameter's place, with `weight` for `embedding`, or its parts' places."""
     if place.endswith(".embedding"):
@@ -111,13 +110,9 @@ def named(place: str) -> Source:
 
 
 def _with_shared(routed: Source, names: tuple[str, ...], is_up: bool, shared_size: int) -> Source:
-    """Appends a shared expert to the experts that `routed` makes, cut into experts of their size.
+    """Appends a shared expert, cut into experts of their size, to the experts that `routed` makes.
 
-    Args:
-        routed: Makes `up` or `down` of the experts that are not shared.
-        names: The tensors of the shared expert's products: those that `up` joins, or that of `down`.
-        is_up: Whether it is `up`.
-        shared_size: Intermediate channels of the shared expert.
+    `names` are the tensors of the shared expert's products: those that `up` joins, or that of `down`.
     """
 
     def make(parts: Iterator[np.ndarray]) -> np.ndarray:

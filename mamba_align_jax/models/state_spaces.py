@@ -42,13 +42,7 @@ def is_state_spaces(config: Mapping[str, Any]) -> bool:
 
 
 def from_state_spaces(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the fields of such a configuration, and fills in what it leaves to mamba_ssm.
-
-    Args:
-        config: The fields of config.json.
-
-    Returns:
-        The fields as Mamba and Mamba-2 models of transformers have them.
+    """Renames the fields of such a config.json as transformers has them, and fills in what it leaves to mamba_ssm.
 
     Raises:
         ValueError: a field has a wrong type or a value that is not supported. It is named.

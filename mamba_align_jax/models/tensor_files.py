@@ -39,16 +39,13 @@ class Tensor(Protocol):
     @property
     def name(self) -> str:
         """Its name in the files."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        ...
 
     def read(self) -> np.ndarray:
         """Reads its values, which are floating point numbers."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -95,13 +92,10 @@ class StoredTensor:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Reads the headers of a model directory's safetensors files. It reads no tensor.
+    """Reads the headers of a model directory's safetensors files, and returns its tensors by name. It reads no tensor.
 
-    With an index, each tensor comes from the file that the index names, and tensors that the index leaves out are
-    left out.
-
-    Returns:
-        The tensors by name.
+    With an index, each tensor comes from the file that the index names, and tensors that the index leaves out are left
+    out.
 
     Raises:
         ValueError: a file is missing or is not what it should be. It is named.
@@ -129,12 +123,13 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return {name: headers[place][name] for name, place in places.items()}
 
 
-def unlisted_files(path: Path) -> list[str]:
-    """Returns the names of a model directory's safetensors files that its index does not name; [] without an index."""
+def unlisted(path: Path) -> str:
+    """Names the safetensors files that the index leaves out, for an error of tensors that are missing; "" if none is."""
     if not (path / INDEX).is_file():
-        return []
+        return ""
     named = set(read_object(path / INDEX)["weight_map"].values())
-    return sorted(file.name for file in path.glob("*.safetensors") if file.name not in named)
+    files = sorted(file.name for file in path.glob("*.safetensors") if file.name not in named)
+    return f"; {INDEX} names no tensor of {', '.join(files)}, which is there" if files else ""
 
 
 def _single(path: Path) -> dict[str, StoredTensor]:

@@ -74,9 +74,7 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
 def exchange_by(model: nnx.Module, exchange: Exchange) -> None:
     """Lets a split model add up what its devices have by `exchange` instead of XLA's all-reduces.
 
-    Args:
-        model: A model that was put together, by `nnx.merge`, in the same trace as `exchange`. It is changed.
-        exchange: Adds up the summands.
+    The model is changed. `nnx.merge` must have put it together in the same trace as `exchange`.
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, CausalLM):

@@ -24,7 +24,7 @@ from mamba_align_jax.models.config_files import MERGE_ADAPTER
 from mamba_align_jax.models.config_files import read_config as read_config
 from mamba_align_jax.models.quantised import dequantised, read_quantisation
 from mamba_align_jax.models.sources import Source
-from mamba_align_jax.models.tensor_files import INDEX, Tensor, stored_tensors, unlisted_files
+from mamba_align_jax.models.tensor_files import INDEX, Tensor, stored_tensors, unlisted
 
 _LOG = logging.getLogger(__name__)
 # Towers for images and sound, and what joins them to the text model. Some files have them in `model`.
@@ -50,10 +50,9 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 def find_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Finds the tensors of the text model in a model directory. It reads the headers of the files and no tensor.
+    """Finds the tensors of the text model in a model directory, by name. It reads the headers of the files alone.
 
-    Returns:
-        The tensors by name. Those of quantised weights yield what they mean.
+    Those of quantised weights yield what they mean.
 
     Raises:
         ValueError: a file is missing or broken, or the weights are quantised in a way that can't be loaded.
@@ -177,25 +176,19 @@ class _ModelPlan:
     tensors: Mapping[str, Tensor]
 
 
-def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor], unlisted: str) -> None:
+def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Checks that the files have as many layers as the configuration, because making far too many takes minutes."""
     found = [re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in tensors if not name.startswith(_HEAD_PREFIX)]
     layers = 1 + max((int(match[1]) for match in found if match), default=-1)
     if config.num_hidden_layers > layers:
         raise ValueError(
             f"config.json: num_hidden_layers must be at most the number of layers in the files, {layers}, got "
-            f"{config.num_hidden_layers}{unlisted}"
+            f"{config.num_hidden_layers}{unlisted(path)}"
         )
 
 
-def _unlisted(path: Path) -> str:
-    """Names the safetensors files that the index leaves out, for an error of tensors that are missing; "" if none is."""
-    files = unlisted_files(path)
-    return f"; {INDEX} names no tensor of {', '.join(files)}, which is there" if files else ""
-
-
 def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: dict[str, Tensor]) -> _ModelPlan:
-    _check_layers(config, tensors, _unlisted(path))
+    _check_layers(config, tensors, path)
     model = nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0)))
     sizes = _sizes(model)
     graph, state = nnx.split(model)
@@ -214,9 +207,7 @@ def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: di
             found[place] = source
     unknown = tensors.keys() - {name for source in found.values() for name in source.names}
     if missing:
-        raise ValueError(
-            f"tensor {min(missing)!r} is missing, {len(missing)} in all, in {str(path)!r}{_unlisted(path)}"
-        )
+        raise ValueError(f"tensor {min(missing)!r} is missing, {len(missing)} in all, in {str(path)!r}{unlisted(path)}")
     if unknown:
         raise ValueError(f"tensor {min(unknown)!r} has no place in a model of type {config.model_type!r}")
     for place, source in found.items():
@@ -263,14 +254,9 @@ def read_weights(
 
 
 def read_outline(path: str | Path, architecture: ModuleType, config: ModelConfig) -> CausalLM:
-    """Makes an architecture's model with shapes instead of weights. It reads the headers of the files.
+    """Makes an architecture's model with shapes instead of weights, from the headers of the files: see `read_weights`.
 
     A head beside tied embeddings counts as equal to them, because only its values can show that it is not.
-
-    Args:
-        path: The model directory.
-        architecture: A module of `mamba_align_jax.models`, as for `read_weights`.
-        config: The architecture's configuration.
 
     Raises:
         ValueError: a tensor is missing or unknown, one that makes a parameter alone has a wrong shape, or a file is
@@ -282,16 +268,11 @@ def read_outline(path: str | Path, architecture: ModuleType, config: ModelConfig
 
 
 def save_weights(model: CausalLM, architecture: ModuleType, path: str | Path) -> None:
-    """Writes a model directory of Hugging Face: config.json and model.safetensors.
-
-    Args:
-        model: The model.
-        architecture: Its module of `mamba_align_jax.models`.
-        path: The directory. It is created if it does not exist.
+    """Writes a model directory of Hugging Face: config.json and model.safetensors. It is created if it does not exist.
 
     Raises:
-        ValueError: a parameter of the model is not made from tensors of its own, or is split over devices; or the directory
-            has an index of weights in other files, which would be loaded instead. Nothing is written.
+        ValueError: a parameter of the model is not made from tensors of its own, or is split over devices; or the
+            directory has an index of weights in other files, which would be loaded instead. Nothing is written.
     """
     path = Path(path)
     if (path / INDEX).exists():

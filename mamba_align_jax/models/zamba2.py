@@ -157,7 +157,6 @@ class Model(CausalLM):
     """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        """Makes a model with random weights."""
         c, hybrid = config, config.hybrid_layers
         blocks = [
             SharedBlock(
@@ -183,14 +182,10 @@ class Model(CausalLM):
 
 
 def adapted(config: Config, names: Collection[str]) -> Config:
-    """Returns the configuration with `shares_blocks` false if each layer has a block of its own in the files.
+    """Returns the configuration with `shares_blocks` false if `names` has tensors of a block for each layer.
 
     Copies of a block may differ from it: transformers shares neither the blocks of models whose embeddings are not tied
     nor parameters that files hold twice with different values.
-
-    Args:
-        config: The configuration.
-        names: The names of the tensors.
     """
     copies = tuple(f"{_block(number)}." for number in config.hybrid_layers[config.num_blocks :])
     return replace(config, shares_blocks=not any(name.startswith(copies) for name in names))
