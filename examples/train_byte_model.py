@@ -30,9 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.lax import Precision
 
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.layers.attention import Attention, attend
+from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.residual import total
 from mamba_align_jax.metadata.layer_step import LayerStep
@@ -137,6 +138,28 @@ def _logits(model: CausalLM, hidden: jax.Array) -> jax.Array:
     return jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
 
 
+def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Computes softmax(queries keys^T / sqrt(dim)) values, where `mask` allows it, with a softmax in float32.
+
+    Args:
+        queries: [n, heads, dim]
+        keys: [places, kv_heads, dim]
+        values: [places, kv_heads, value_dim]
+        mask: Whether a query sees a place. bool [n, places]
+
+    Returns:
+        [n, heads, value_dim] in the dtype of `queries`.
+    """
+    n, heads, dim = queries.shape
+    precision = Precision.HIGHEST if queries.dtype == jnp.float32 else Precision.DEFAULT
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    grouped = queries.reshape(n, keys.shape[1], -1, dim)
+    scores = product("nhgd,lhd->hgnl", grouped, keys) * dim**-0.5
+    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    out = product("hgnl,lhd->nhgd", weights.astype(values.dtype), values)
+    return out.reshape(n, heads, -1).astype(queries.dtype)
+
+
 def _output(mixer: Attention, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
     """Computes `Attention.output` of sequences, [sequences, length, hidden]."""
     return jax.vmap(lambda x, gate: total(mixer.output(x, gate), x.dtype))(attended, gate)
@@ -176,7 +199,7 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
         else:
             mixer = layer.self_attn
             q, k, v, gate = jax.vmap(mixer.project, (0, None))(normed, positions)
-            attended = jax.vmap(attend, (0, 0, 0, None))(q, k, v, positions[:, None] >= positions)
+            attended = jax.vmap(_attend, (0, 0, 0, None))(q, k, v, positions[:, None] >= positions)
             out = _output(mixer, attended, gate)
         x = x + out
         x = x + _feed_forward(layer, x)
@@ -209,7 +232,7 @@ def head_logits(model: qwen3_5.Model, hidden: jax.Array, tokens: jax.Array, dept
         values.append(v)
         masks.append(positions[:, None] == positions if n else positions[:, None] >= positions)
         every = (jnp.concatenate(keys, axis=1), jnp.concatenate(values, axis=1), jnp.concatenate(masks, axis=1))
-        attended = jax.vmap(jax.checkpoint(attend), (0, 0, 0, None))(q, *every)
+        attended = jax.vmap(jax.checkpoint(_attend), (0, 0, 0, None))(q, *every)
         x = x + _output(mixer, attended, gate)
         x = x + _feed_forward(decoder, x)
         hidden = head.norm(x)

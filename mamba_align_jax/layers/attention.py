@@ -4,53 +4,20 @@ Sources: Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQ
 share; Su et al., "RoFormer" (2021) for the rotation by position.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.lax import Precision
 
 import pallas_kernels as ops
 from mamba_align_jax.layers.chain import Inputs, like
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.rotation import make_rotation
-from mamba_align_jax.layers.rotation import rotary_angles as rotary_angles
 from mamba_align_jax.layers.split import Cut, SplitRMSNorm
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part, repeats
-
-
-def attend(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, scale: float | None = None
-) -> jax.Array:
-    """Computes softmax(scale * queries keys^T) values, where `mask` allows it, with a softmax in float32.
-
-    Args:
-        queries: [n, heads, dim]
-        keys: [places, kv_heads, dim]
-        values: [places, kv_heads, value_dim]
-        mask: Whether a query sees a place. bool [n, places]
-        scale: Factor of the scores; dim ** -0.5 if None.
-
-    Returns:
-        [n, heads, value_dim] in the dtype of `queries`.
-    """
-    n, heads, dim = queries.shape
-    exact = queries.dtype == jnp.float32
-    product = functools.partial(
-        jnp.einsum,
-        precision=Precision.HIGHEST if exact else Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
-    grouped = queries.reshape(n, keys.shape[1], -1, dim)
-    scores = product("nhgd,lhd->hgnl", grouped, keys) * (dim**-0.5 if scale is None else scale)
-    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    out = product("hgnl,lhd->nhgd", weights.astype(values.dtype), values)
-    return out.reshape(n, heads, -1).astype(queries.dtype)
 
 
 def paged_attention(
@@ -66,13 +33,13 @@ def paged_attention(
     """Computes causal attention of a step's packed tokens over their rows' pages.
 
     Args:
-        queries: Queries of the step's packed tokens. [tokens, heads, dim]
+        queries: [tokens, heads, dim]
         at: The step, with its pages, and the layer's index.
         keys: Pages that already hold the step's own keys. [layers, pages, page_size, kv_heads, dim]
         values: The same for values, [layers, pages, page_size, kv_heads, value_dim]. None in latent attention.
         scale: Factor of the scores; dim ** -0.5 if None.
         value_dim: In latent attention, the number of a key's first dims that are its value.
-        gates: Gates of the results, the last dims of [tokens, gate_heads, gate_dim]: see `pallas_kernels.paged_attention`.
+        gates: See `pallas_kernels.paged_attention`.
 
     Returns:
         [tokens, heads, value_dim], 0 for padding tokens.
@@ -188,14 +155,10 @@ class Attention(nnx.Module):
     def _inputs(self, x: Inputs, *, is_wide: bool = False) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Projects the inputs [tokens, hidden], and norms queries and keys if the norm takes all heads together.
 
-        Args:
-            x: The inputs.
-            is_wide: Whether what reads queries and gates ignores heads after their own.
-
         Returns:
-            Queries [tokens, heads, head_dim], or [query | gate] of twice as many dims, keys and values
-            [tokens, kv_heads, head_dim], and the queries' [query | gate] as they were projected, None without gates.
-            With `is_wide`, queries and gates may have more heads, which mean nothing.
+            Queries [tokens, heads, head_dim], or [query | gate] of twice as many dims, keys and values [tokens,
+            kv_heads, head_dim], and the queries' [query | gate] as they were projected, None without gates. With
+            `is_wide`, queries and gates may have further heads, which mean nothing.
         """
         heads = lambda y, dim=self.head_dim: y.reshape(y.shape[0], -1, dim)
         flat = lambda y: y.reshape(y.shape[0], -1)
@@ -242,7 +205,6 @@ class Attention(nnx.Module):
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[()]:
         """Returns (), because attention keeps keys and values in pages instead of states in blocks."""
-        del conv_dtype, state_dtype
         return ()
 
     def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:

@@ -7,37 +7,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.layers.chain import Inputs
-from mamba_align_jax.layers.delta_rule import convolved_delta_rule, project
+from mamba_align_jax.layers.delta_rule import DeltaRuleMixer
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part, repeats
-from pallas_kernels import StateLayout, WindowLayout
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(DeltaRuleMixer):
     """Gated delta net: projections, a convolution, the gated delta rule, a gated norm and an output projection.
 
     For one value head with state S [value_dim, key_dim] and one token, with its query q and key k of unit length, its
     log decay g and its strength beta::
 
         S = exp(g) * S;  S = S + beta * (v - S k) k^T;  o = S q / sqrt(key_dim)
-
-    Its states are a convolution window [window, channels] of the projected queries, keys and values, and S for all
-    heads, [value_heads, value_dim, key_dim]. `window_layout` and `state_layout` say in which order of axes they
-    lie in the pools: see `layers.layouts`.
     """
 
     kind = "gdn"
-    keeps_interior = True
-    takes_chains = True
-    window_layout: WindowLayout = "SD"
-    state_layout: StateLayout = "VK"
 
     def __init__(
         self,
@@ -53,19 +43,12 @@ class GatedDeltaNet(nnx.Module):
         *,
         allow_neg_eigval: bool = False,
     ) -> None:
-        """Makes a layer with random weights.
+        """Makes a layer with random weights. Its decay rates and norms are float32.
 
-        Args:
-            hidden_size: Channels of the residual stream.
-            key_heads: Number of query heads and of key heads.
-            value_heads: Number of value heads; a multiple of `key_heads`. Each has a state.
-            key_dim: Dims of a query and of a key.
-            value_dim: Dims of a value.
-            width: Number of inputs that an output of the convolution sees.
-            epsilon: Added to the mean square in the output norm.
-            dtype: Dtype of weights and products. Decay rates and norms are float32.
-            rngs: Random numbers for the weights.
-            allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
+        There are as many query heads as key heads. Their number divides that of value heads, each of which has a state.
+        A query and a key have `key_dim` dims, a value has `value_dim`. An output of the convolution sees `width`
+        inputs. `epsilon` is added to the mean square in the output norm. With `allow_neg_eigval` beta lies in (0, 2)
+        instead of (0, 1).
         """
         self.allow_neg_eigval = allow_neg_eigval
         self.key_heads, self.value_heads = key_heads, value_heads
@@ -78,12 +61,10 @@ class GatedDeltaNet(nnx.Module):
         self.norm = GatedRMSNorm(value_dim, epsilon)
         self.out_proj = Linear(values, hidden_size, dtype, rngs)
 
-    def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
-        width, channels = self.conv1d.weight.shape
-        shape = (self.value_heads, self.value_dim, self.key_dim)
-        window = ConvState(width, channels, conv_dtype, self.window_layout)
-        return window, RecurrentState(shape, state_dtype, self.state_layout)
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """[value_heads, value_dim, key_dim]."""
+        return self.value_heads, self.value_dim, self.key_dim
 
     def ring(self, dtype: str) -> DeltaRuleRing:
         """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
@@ -92,23 +73,9 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
         conv, *others = pools
-        taps, layout = self.conv1d.weight[...], self.window_layout
-        (qkv, z, b, a), conv, is_convolved = project(self.in_proj_qkvzba, x, taps, at, conv, layout)
-        out, *pools_ = convolved_delta_rule(
-            qkv,
-            a,
-            b,
-            taps,
-            self.A_log[...],
-            self.dt_bias[...],
-            at,
-            conv,
-            *others,
-            is_convolved=is_convolved,
-            allow_neg_eigval=self.allow_neg_eigval,
-            window_layout=layout,
-            state_layout=self.state_layout,
-        )
+        (qkv, z, b, a), conv, is_convolved = self.project(self.in_proj_qkvzba, x, at, conv)
+        options = dict(is_convolved=is_convolved, allow_neg_eigval=self.allow_neg_eigval)
+        out, *pools_ = self.run_rule(qkv, a, b, at, conv, *others, **options)
         return self.out_proj.sums(self.norm.of_heads(x, out, z)), *pools_
 
     def split(self, cut: Cut) -> None:

@@ -7,19 +7,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.chain import Inputs
-from mamba_align_jax.layers.delta_rule import convolved_delta_rule, project
+from mamba_align_jax.layers.delta_rule import DeltaRuleMixer
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part
-from pallas_kernels import StateLayout, WindowLayout
 
 
-class KimiDeltaAttention(nnx.Module):
+class KimiDeltaAttention(DeltaRuleMixer):
     """Kimi delta attention: projections, a convolution, the delta rule, a gated norm and an output projection.
 
     For one head with state S [head_dim, head_dim] and one token, with its query q and key k of unit length, its log
@@ -31,17 +29,9 @@ class KimiDeltaAttention(nnx.Module):
 
         g = -exp(A_log) * softplus(a + dt_bias)
         g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))    if `lower_bound` is given
-
-    Its states are a convolution window [window, channels] of the projected queries, keys and values, and S for all
-    heads, [heads, head_dim, head_dim]. `window_layout` and `state_layout` say in which order of axes they lie in
-    the pools: see `layers.layouts`.
     """
 
     kind = "kda"
-    keeps_interior = True
-    takes_chains = True
-    window_layout: WindowLayout = "SD"
-    state_layout: StateLayout = "VK"
 
     def __init__(
         self,
@@ -57,19 +47,12 @@ class KimiDeltaAttention(nnx.Module):
         g_rank: int | None = None,
         lower_bound: float | None = None,
     ) -> None:
-        """Makes a layer with random weights.
+        """Makes a layer with random weights. Its decay rates and norms are float32.
 
-        Args:
-            hidden_size: Channels of the residual stream.
-            heads: Number of heads. Each has a state.
-            head_dim: Dims of a query, a key and a value.
-            width: Number of inputs that an output of the convolution sees.
-            epsilon: Added to the mean square in the output norm.
-            dtype: Dtype of weights and products. Decay rates and norms are float32.
-            rngs: Random numbers for the weights.
-            f_rank: Inner size of the decay's projection. With None the projection is one product.
-            g_rank: Inner size of the output gate's projection. With None the projection is one product.
-            lower_bound: Smallest log decay of the bounded gate, negative. None selects the softplus gate.
+        Each head has a state. A query, a key and a value have `head_dim` dims. An output of the convolution sees
+        `width` inputs. `epsilon` is added to the mean square in the output norm. `f_rank` and `g_rank` are the inner
+        sizes of the projections of the decay and of the output gate. With None a projection is one product.
+        `lower_bound` is the smallest log decay of the bounded gate, negative. None selects the softplus gate.
         """
         self.heads, self.head_dim, self.lower_bound = heads, head_dim, lower_bound
         channels = heads * head_dim
@@ -84,37 +67,19 @@ class KimiDeltaAttention(nnx.Module):
         self.o_norm = GatedRMSNorm(head_dim, epsilon, "sigmoid")
         self.o_proj = Linear(channels, hidden_size, dtype, rngs)
 
-    def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
-        width, channels = self.conv1d.weight.shape
-        shape = (self.heads, self.head_dim, self.head_dim)
-        window = ConvState(width, channels, conv_dtype, self.window_layout)
-        return window, RecurrentState(shape, state_dtype, self.state_layout)
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """[heads, head_dim, head_dim]."""
+        return self.heads, self.head_dim, self.head_dim
 
     def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
-
-        def heads(y: jax.Array) -> jax.Array:
-            return y.reshape(*y.shape[:-1], self.heads, self.head_dim)
-
         conv, *others = pools
-        taps, layout = self.conv1d.weight[...], self.window_layout
-        (qkv, b, f, g), conv, is_convolved = project(self.in_proj_qkvbfg, x, taps, at, conv, layout)
-        out, *pools_ = convolved_delta_rule(
-            qkv,
-            heads(f if self.f_b_proj is None else self.f_b_proj(f)),
-            b,
-            taps,
-            self.A_log[...],
-            heads(self.dt_bias[...]),
-            at,
-            conv,
-            *others,
-            is_convolved=is_convolved,
-            lower_bound=self.lower_bound,
-            window_layout=layout,
-            state_layout=self.state_layout,
-        )
+        (qkv, b, f, g), conv, is_convolved = self.project(self.in_proj_qkvbfg, x, at, conv)
+        f = f if self.f_b_proj is None else self.f_b_proj(f)
+        a = f.reshape(-1, self.heads, self.head_dim)
+        options = dict(is_convolved=is_convolved, lower_bound=self.lower_bound)
+        out, *pools_ = self.run_rule(qkv, a, b, at, conv, *others, **options)
         z = g if self.g_b_proj is None else self.g_b_proj(g)
         return self.o_proj.sums(self.o_norm.of_heads(x, out, z)), *pools_
 

@@ -42,10 +42,8 @@ def set_pool_layouts(model: nnx.Module, *, windows: WindowLayout = "SD", states:
 def with_pool_layouts(model: M, window_layout: str | None = None, state_layout: str | None = None) -> M:
     """Returns a model whose windows and states lie in its pools in the given layouts.
 
-    Args:
-        model: The model, which is not changed.
-        window_layout: "SD" or "DS", as `windows` of `set_pool_layouts`; None keeps what the model says.
-        state_layout: "VK" or "KV", as `states` of `set_pool_layouts`; None keeps what the model says.
+    `window_layout` and `state_layout` are `windows` and `states` of `set_pool_layouts`; None keeps what the model says.
+    `model` is not changed.
 
     Returns:
         The model itself if it has these layouts, and otherwise a new one that shares the arrays of its parameters.

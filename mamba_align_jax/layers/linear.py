@@ -39,15 +39,7 @@ class Linear(nnx.Module):
     def __init__(
         self, in_features: int, out_features: int | Sequence[int], dtype: str, rngs: nnx.Rngs, *, bias: bool = False
     ) -> None:
-        """Makes a product with random weights.
-
-        Args:
-            in_features: Channels of the inputs.
-            out_features: Channels of the outputs, or those of each part.
-            dtype: Dtype of weights and outputs.
-            rngs: Random numbers for the weights.
-            bias: Whether there is a bias.
-        """
+        """Makes a product with random weights. `out_features` are its channels, or those of each part."""
         self._is_whole = isinstance(out_features, int)
         self.parts: tuple[int, ...] = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         out = sum(self.parts)
@@ -65,10 +57,7 @@ class Linear(nnx.Module):
     def _continued(self, x: Inputs, *, is_gated: bool = False, is_summand: bool = False) -> Chain | None:
         """Adds the product to the chain `x`. Returns None if `x` is an array, or if the product cannot be a step.
 
-        Args:
-            x: The inputs.
-            is_gated: See `Product`.
-            is_summand: Whether the caller can take a summand on each device instead of the whole product.
+        With `is_summand` the caller can take a summand on each device instead of the whole product.
         """
         if not isinstance(x, Chain) or self.bias is not None or self.implementation is not None:
             return None
@@ -94,13 +83,9 @@ class Linear(nnx.Module):
         return outs[0] if self._is_whole else outs
 
     def with_wide_first(self, x: Inputs, *, is_wide: bool) -> tuple[jax.Array, ...]:
-        """Takes [tokens, in] to the parts, of which the first may have the columns of the others after its own.
+        """Takes [tokens, in] to the parts. With `is_wide`, the first may have the columns of the others after its own.
 
         Cutting the first part of a long prompt's product off would be a copy. Kernels can do without it.
-
-        Args:
-            x: The inputs.
-            is_wide: Whether what reads the first part ignores the columns after its own.
         """
         if not is_wide or self.axis is not None or isinstance(x, Chain):
             return self(x)
@@ -175,15 +160,7 @@ class ConvTaps(nnx.Module):
     """
 
     def __init__(self, width: int, channels: int, dtype: str, rngs: nnx.Rngs, *, bias: bool = False) -> None:
-        """Makes random taps.
-
-        Args:
-            width: Number of inputs that an output sees.
-            channels: Number of channels.
-            dtype: Dtype of the taps.
-            rngs: Random numbers for the taps.
-            bias: Whether there is a bias.
-        """
+        """Makes random taps. An output sees `width` inputs."""
         taps = jax.random.uniform(rngs.params(), (width, channels), jnp.float32, -1.0, 1.0) * width**-0.5
         self.weight = nnx.Param(taps.astype(dtype))
         self.bias = nnx.Param(jnp.zeros(channels, jnp.float32)) if bias else None

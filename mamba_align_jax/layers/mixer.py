@@ -39,11 +39,8 @@ class Mixer(Protocol):
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState | RecurrentState, ...]:
         """Describes the states that a block holds for this layer, in the order of its pools; () for attention.
 
-        Args:
-            conv_dtype: Dtype of convolution windows.
-            state_dtype: Dtype of recurrent states.
+        Convolution windows have the dtype `conv_dtype`, recurrent states `state_dtype`.
         """
-        ...
 
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens.
@@ -57,7 +54,6 @@ class Mixer(Protocol):
             The outputs [tokens, hidden], sums [splits, tokens, hidden] whose total over the splits they are, or a
             summand (see `Linear.sums`), finite for padding tokens too, followed by the updated pools.
         """
-        ...
 
 
 class AttentionMixer(Mixer, Protocol):
@@ -66,7 +62,6 @@ class AttentionMixer(Mixer, Protocol):
     @property
     def kv_dims(self) -> tuple[int, int, int]:
         """The key heads, the dims of a key and the dims of a value. A value of 0 dims is part of its key."""
-        ...
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from mamba_align_jax.layers.attention import paged_attention
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear, precision
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.rotation import rotary_angles
+from mamba_align_jax.layers.rotation import make_rotation
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part
@@ -31,7 +31,7 @@ def _rotary_pairs(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array
     products do not depend on it.
     """
     halves = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-    return rotate(halves, *rotary_angles(positions, x.shape[-1], theta))
+    return rotate(halves, *make_rotation(x.shape[-1], theta).angles(positions))
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -63,18 +63,10 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> None:
         """Makes a layer with random weights.
 
-        Args:
-            hidden_size: Channels of the residual stream.
-            heads: Number of heads.
-            nope_dim: Dims of a query and of a key without position.
-            rope_dim: Dims of a query and of a key that carry the position.
-            value_dim: Dims of a value.
-            kv_lora_rank: Dims of a latent.
-            dtype: Dtype of weights and products.
-            rngs: Random numbers for the weights.
-            q_lora_rank: Inner size of the queries' projection. With None the projection is one product.
-            rope_theta: Base of the rotation's wavelengths. With None the positional dims are not rotated.
-            gated: Whether each head's output is multiplied by a sigmoid of a projection of the layer's input.
+        A query and a key have `nope_dim` dims without position, and `rope_dim` dims that carry the position and are
+        rotated with the base `rope_theta`. With None they are not rotated. A value has `value_dim` dims, a latent has
+        `kv_lora_rank`. `q_lora_rank` is the inner size of the queries' projection. With None the projection is one
+        product. With `gated` each head's output is multiplied by a sigmoid of a projection of the layer's input.
         """
         self.heads, self.nope_dim, self.rope_dim, self.value_dim = heads, nope_dim, rope_dim, value_dim
         self.kv_lora_rank, self.rope_theta = kv_lora_rank, rope_theta
@@ -114,7 +106,6 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[()]:
         """Returns (), because attention keeps keys and values in pages instead of states in blocks."""
-        del conv_dtype, state_dtype
         return ()
 
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:

@@ -15,17 +15,12 @@ from mamba_align_jax.sharding import Part
 class GatedMLP(nnx.Module):
     """Computes down(silu(gate(x)) * up(x)) of each token."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: str, rngs: nnx.Rngs) -> None:
-        """Makes a layer with random weights.
-
-        Args:
-            hidden_size: Channels of the residual stream.
-            intermediate_size: Channels of gate(x) and up(x).
-            dtype: Dtype of weights and products.
-            rngs: Random numbers for the weights.
-        """
-        self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), dtype, rngs)
-        self.down_proj = Linear(intermediate_size, hidden_size, dtype, rngs)
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, dtype: str, rngs: nnx.Rngs, *, bias: bool = False
+    ) -> None:
+        """Makes a layer with random weights. gate(x) and up(x) have `intermediate_size` channels."""
+        self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), dtype, rngs, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype, rngs, bias=bias)
 
     takes_chains = True
 

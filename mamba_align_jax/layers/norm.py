@@ -33,12 +33,9 @@ class RMSNorm(nnx.Module):
     """Computes x / rms(x) * (offset + weight)."""
 
     def __init__(self, size: int, epsilon: float, *, offset: float = 0.0) -> None:
-        """Makes a norm of `size` channels that scales by 1.
+        """Makes a norm of `size` channels that scales by 1. `epsilon` is added to the mean square.
 
-        Args:
-            size: Number of channels.
-            epsilon: Added to the mean square.
-            offset: Added to the weights. It is 1 for Qwen's models, whose files hold weights minus 1.
+        `offset` is added to the weights. It is 1 for Qwen's models, whose files hold weights minus 1.
         """
         self.weight = nnx.Param(jnp.full(size, 1.0 - offset, jnp.float32))
         self.epsilon, self.offset = epsilon, offset
@@ -62,14 +59,10 @@ class RMSNorm(nnx.Module):
         dtype: Any = None,
         exchange: Exchange | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds and normalises in one pass: see `pallas_kernels.add_rms_norm`.
+        """Adds `scale` times what a layer computed and normalises, in one pass: see `pallas_kernels.add_rms_norm`.
 
-        Args:
-            x: [tokens, channels]
-            addend: What is added: [tokens, channels], or partial sums of it [splits, tokens, channels], or a summand.
-            scale: Factor of the addend.
-            dtype: Dtype of the normed values; None is that of `x`.
-            exchange: Adds up the summands of all devices; None leaves that to XLA.
+        The addend is [tokens, channels], partial sums of it [splits, tokens, channels], or a summand, which `exchange`
+        adds up over the devices; None leaves that to XLA. `dtype` is that of the normed values; None is that of `x`.
 
         Returns:
             The sum in the dtype of `x`, and the normed sum, each [tokens, channels].
@@ -87,15 +80,10 @@ class GatedRMSNorm(nnx.Module):
     """Computes x / rms(x) * weight * activation(gate)."""
 
     def __init__(self, size: int, epsilon: float, activation: GateActivation = "silu") -> None:
-        """Makes a norm of `size` channels that scales by 1.
-
-        Args:
-            size: Number of channels.
-            epsilon: Added to the mean square.
-            activation: What is done to the gate, "silu" or "sigmoid".
+        """Makes a norm of `size` channels that scales by 1. `epsilon` is added to the mean square.
 
         Raises:
-            ValueError: `activation` is another name.
+            ValueError: `activation` is neither "silu" nor "sigmoid".
         """
         values.choice("GatedRMSNorm: activation", activation, _ACTIVATIONS)
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
@@ -112,15 +100,11 @@ class GatedRMSNorm(nnx.Module):
         return GatedNorm(gate, self.weight[...], self.epsilon, self.activation)
 
     def of_heads(self, x: Inputs, heads: jax.Array, gate: jax.Array) -> Inputs:
-        """Normalises each of a mixer's heads by itself.
-
-        Args:
-            x: The mixer's input, [tokens, hidden] or a chain.
-            heads: What is normalised. [tokens, heads, dim]
-            gate: The gates. [tokens, heads * dim]
+        """Normalises each of a mixer's `heads` [tokens, heads, dim] by itself, with gates [tokens, heads * dim].
 
         Returns:
-            The normed values [tokens, heads * dim], or a new chain that begins with the norm if `x` is a chain.
+            The normed values [tokens, heads * dim], or a new chain that begins with the norm if the mixer's input `x`
+            is one.
         """
         begun = like(x, heads.reshape(gate.shape))
         if isinstance(begun, Chain):
@@ -148,14 +132,7 @@ class GatedGroupNorm(nnx.Module):
     """
 
     def __init__(self, size: int, groups: int, epsilon: float, *, norm_before_gate: bool = False) -> None:
-        """Makes a norm that scales by 1.
-
-        Args:
-            size: Number of channels.
-            groups: Number of groups of consecutive channels; divides `size`.
-            epsilon: Added to the mean squares.
-            norm_before_gate: Whether the gate is applied after the norm.
-        """
+        """Makes a norm of `size` channels in `groups` groups that scales by 1. `epsilon` is added to mean squares."""
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
         self.groups, self.epsilon, self.norm_before_gate = groups, epsilon, norm_before_gate
 

@@ -17,13 +17,7 @@ from pallas_kernels.rms_norm.xla import sum_over_splits
 
 
 def total(outputs: Outputs, dtype: Any) -> jax.Array:
-    """Returns outputs of a layer as one array [tokens, hidden] of `dtype`.
-
-    Args:
-        outputs: [tokens, hidden], or sums [splits, tokens, hidden] whose total the outputs are, or a summand of them:
-            see `Linear.sums`; or a chain that computes sums, which is launched.
-        dtype: The dtype.
-    """
+    """Returns outputs of a layer, of any kind, as one array [tokens, hidden] of `dtype`. A chain is launched."""
     outputs = launched(outputs)
     if isinstance(outputs, Partial):
         return outputs.total().astype(dtype)
@@ -81,11 +75,7 @@ class Residual:
         return (value.astype(jnp.float32) + self.scale * summed).astype(value.dtype)
 
     def normed(self, norm: RMSNorm, dtype: Any = None) -> tuple[jax.Array, "Residual"]:
-        """Normalises the stream.
-
-        Args:
-            norm: The norm.
-            dtype: Dtype of the normed values; None is that of the stream.
+        """Normalises the stream. `dtype` is that of the normed values; None is that of the stream.
 
         Returns:
             The normed values [tokens, hidden], and the stream, to which nothing is left to add.

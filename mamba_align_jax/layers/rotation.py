@@ -34,13 +34,10 @@ class Rotation:
     scale: float = 1.0
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes the angles of a step's tokens, for `pallas_kernels.rotate_and_store`.
+        """Computes the angles of tokens at `positions`, int32 [tokens], for `pallas_kernels.rotate_and_store`.
 
         An angle is a product of two float32 numbers, as in training. Layers with equal rotations share one computation,
         because the compiler merges what is equal.
-
-        Args:
-            positions: Absolute position of each token. int32 [tokens]
 
         Returns:
             The cosines and the sines of the angles, times `scale`, each float32 [tokens, pairs].
@@ -50,30 +47,11 @@ class Rotation:
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 
 
-def rotary_angles(
-    positions: jax.Array, rotary_dim: int, theta: float
-) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
-    """Computes the angles of a rotation that is not stretched: see `Rotation.angles`.
-
-    Args:
-        positions: Absolute position of each token. int32 [tokens]
-        rotary_dim: The number of dims that are rotated; even. 0 rotates none.
-        theta: Base of the wavelengths: see `make_rotation`.
-
-    Returns:
-        The cosines and the sines of the angles, each float32 [tokens, rotary_dim / 2]; (None, None) without a rotation.
-    """
-    return make_rotation(rotary_dim, theta).angles(positions) if rotary_dim else (None, None)
-
-
 def make_rotation(dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Rotation:
-    """Makes the rotation of a configuration.
+    """Makes the rotation of `dim` dims of a configuration. Pair i turns by theta ** (-2 i / dim) radians per position.
 
-    Args:
-        dim: The number of dims that are rotated; even.
-        theta: Base of the wavelengths: pair i turns by theta ** (-2 i / dim) radians per position.
-        scaling: How the rotation is stretched: the fields of `rope_parameters` as `models.config.rotation` completes
-            them, with one of `ROPE_TYPES`. None is "default".
+    `scaling` says how it is stretched: the fields of `rope_parameters` as `models.config.rotation` completes them, with
+    one of `ROPE_TYPES`. None is "default".
 
     Raises:
         ValueError: "longrope" has not one factor for each pair of dims, the dims are odd, or frequencies are not
@@ -130,8 +108,7 @@ def _yarn_share(dim: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarra
 def attention_factor(scaling: Mapping[str, Any]) -> float:
     """Returns the factor of rotated dims that "yarn" and "longrope" have if a configuration names none.
 
-    Args:
-        scaling: The fields of `rope_parameters`, with `factor` and `original_max_position_embeddings`.
+    `scaling` is that of `make_rotation`, with `factor` and `original_max_position_embeddings`.
     """
     factor, length = scaling["factor"], scaling["original_max_position_embeddings"]
     if factor <= 1:

@@ -15,6 +15,7 @@ from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.chain import Inputs, settled
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.sharding import Part, repeats
@@ -38,20 +39,10 @@ class SharedBlock(nnx.Module):
         rope_theta: float = 1e4,
         rope_scaling: Mapping[str, Any] | None = None,
     ) -> None:
-        """Makes a block with random weights.
+        """Makes a block with random weights. A head has 2 * hidden_size / heads dims.
 
-        Args:
-            hidden_size: Channels of the residual stream. Attention reads twice as many: the stream and the embeddings.
-            heads: Number of query heads. A head has 2 * hidden_size / heads dims.
-            kv_heads: Number of key heads and of value heads; divides `heads`.
-            intermediate_size: Channels of the MLP's gate.
-            epsilon: Added to the mean square in the norms.
-            dtype: Dtype of weights and products.
-            rngs: Random numbers for the weights.
-            bias: Whether the MLP's products have biases.
-            rotary_dim: See `Attention`.
-            rope_theta: See `Attention`.
-            rope_scaling: See `Attention`.
+        Attention reads the residual stream and the embeddings, each of `hidden_size` channels. `bias` gives the MLP's
+        products biases. The rotation is that of `Attention`.
         """
         head_dim = 2 * hidden_size // heads
         self.input_layernorm = RMSNorm(2 * hidden_size, epsilon)
@@ -69,28 +60,13 @@ class SharedBlock(nnx.Module):
             scale=(head_dim / 2) ** -0.5,
             out_size=hidden_size,
         )
-        self.feed_forward = SharedMLP(hidden_size, intermediate_size, dtype, rngs, bias=bias)
-
-
-class SharedMLP(nnx.Module):
-    """The weights of down(gelu(gate(x)) * up(x))."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: str, rngs: nnx.Rngs, *, bias: bool) -> None:
-        """Makes a layer with random weights: see `GatedMLP`. With `bias` its products have biases."""
-        self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), dtype, rngs, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, dtype, rngs, bias=bias)
-
-    def split(self, cut: Cut) -> None:
-        """Keeps one device's share of the intermediate channels: see `SplitMixer.split`."""
-        width = Part(self.down_proj.weight.shape[1], 1)
-        cut.out(self.gate_up_proj, width, width)
-        cut.into(self.down_proj, width)
+        self.feed_forward = GatedMLP(hidden_size, intermediate_size, dtype, rngs, bias=bias)
 
 
 class AdaptedMLP(nnx.Module):
-    """A shared MLP with a layer's adapter of its gate and its factor."""
+    """Computes down(gelu(gate(x)) * up(x)) with the weights of a shared MLP, and a layer's adapter of gate and up."""
 
-    def __init__(self, shared: SharedMLP, rank: int, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, shared: GatedMLP, rank: int, dtype: str, rngs: nnx.Rngs) -> None:
         """Makes an adapter of rank `rank` with random weights."""
         hidden_size, intermediate_size = shared.down_proj.weight.shape
         self.shared = shared
@@ -129,7 +105,6 @@ class AdaptedAttention(Attention):
 
         Queries are never wide, because adapters are added to them.
         """
-        del is_wide
         x = settled(x)
         q, k, v = self.qkv_proj(x)
         if self.down is None:

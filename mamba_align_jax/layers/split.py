@@ -112,12 +112,7 @@ class Cut:
         self.placed.add(id(variable))
 
     def out(self, linear: Linear, *parts: Part | tuple[Part, ...]) -> None:
-        """Splits a product's outputs and its bias.
-
-        Args:
-            linear: The product.
-            *parts: For each of the product's parts its heads, or what lies side by side in it.
-        """
+        """Splits a product's outputs and its bias: for each of its parts the heads, or what lies side by side in it."""
         of_each = [part if isinstance(part[0], Part) else (part,) for part in parts]
         flat = [part for each in of_each for part in each]
         self.put(linear.weight, 0, flat)
@@ -143,4 +138,3 @@ class Splittable(Protocol):
         Raises:
             ValueError: the number of heads or channels is not a multiple of the number of devices.
         """
-        ...

@@ -11,8 +11,9 @@ from flax import nnx
 from oracles.ops import paged_attention
 from oracles.ops import rotate as rotated
 
-from mamba_align_jax.layers.attention import Attention, rotary_angles
+from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.rotation import make_rotation
 
 HIDDEN, HEADS, KV_HEADS, DIM, EPSILON, THETA = 24, 4, 2, 12, 1e-3, 50.0
 LAYERS, LAYER = 2, 1
@@ -118,7 +119,7 @@ def test_project_computes_what_the_pages_get(options, rng):
 def test_angles_are_exact_for_large_positions(_):
     """The angle is a float32 product. Its cosine and its sine are those of that angle, however large it is."""
     positions = np.concatenate([np.arange(2048), np.arange(262144 - 2048, 262145)])
-    cos, sin = jax.jit(rotary_angles, static_argnums=(1, 2))(jnp.asarray(positions, jnp.int32), 64, 1e7)
+    cos, sin = jax.jit(make_rotation(64, 1e7).angles)(jnp.asarray(positions, jnp.int32))
     frequency = (1e7 ** (-np.arange(32) / 32)).astype(np.float32)
     angle = (positions[:, None].astype(np.float32) * frequency).astype(np.float64)
     np.testing.assert_allclose(cos, np.cos(angle), atol=3e-7, rtol=0)
