@@ -22,10 +22,10 @@ _LONGEST_S = 86400.0  # a day
 _NUMBERS = "a sequence of whole numbers"
 
 
-def require(condition: bool, name: str, wanted: str, got: object) -> None:
+def require(condition: bool, name: str, wanted: str, got: object, must: str = "must be") -> None:
     """Raises FieldError unless `condition` is true."""
     if not condition:
-        raise FieldError(name, wanted, shown(got))
+        raise FieldError(name, wanted, shown(got), must)
 
 
 def shown(value: object) -> str:
@@ -77,9 +77,9 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def choice(name: str, value: Any, choices: Collection[str], note: str = "") -> str:
-    """Checks a name that is one of `choices`. `note` is added to the error."""
-    require(isinstance(value, str) and value in choices, name, f"one of {tuple(choices)}{note}", value)
+def choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """Checks a name that is one of `choices`."""
+    require(isinstance(value, str) and value in choices, name, f"one of {tuple(choices)}", value)
     return value
 
 

@@ -7,16 +7,8 @@ import jax
 import numpy as np
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.align import columns
 from mamba_align_jax.align.batch import StepBatch
-from mamba_align_jax.align.columns import (
-    accepted_after_save,
-    boundary_save,
-    certain_tokens,
-    column_of,
-    fold_end,
-    running_column,
-    tokens_after,
-)
 from mamba_align_jax.align.config import AlignConfig, ConvState, RecurrentState
 from mamba_align_jax.align.corrections import Corrections
 from mamba_align_jax.align.policy import POLICIES, ReadPlaces, boundary_window, fold_places
@@ -173,7 +165,7 @@ class StepChecker:
         entering = {}
         for slot, computed in _entries(additions.slot, additions.num_computed_tokens):
             if slot >= 0:
-                entering[slot] = column_of(computed, self.align.state_block_size)
+                entering[slot] = columns.column_of(computed, self.align.state_block_size)
                 self._set(slot, computed, 1, entering[slot], computed)
         return entering
 
@@ -224,25 +216,25 @@ class StepChecker:
             if not 0 <= accepted <= max_sampled:
                 raise ValueError(f"slot {slot}: num_sampled must be in [0, {max_sampled}], got {accepted}")
             computed, before, old, *base = (int(array[slot]) for array in self._slots.values())
-            current = running_column(computed, length, self.align.state_block_size)
+            current = columns.running_column(computed, length, self.align.state_block_size)
             places = POLICIES[self.align.policy](old, before, current) if old >= 0 else None
             if base and places is not None:
-                column = column_of(base[0], self.align.state_block_size)
+                column = columns.column_of(base[0], self.align.state_block_size)
                 places = places._replace(recurrent_column=column if base[0] else None)
             position = base[0] if base else computed
             yield _CheckedRow(slot, length, drafts, computed, current, places, max(accepted, 1), position)
 
     def _finish(self, row: _CheckedRow, saves: bool) -> None:
-        certain = certain_tokens(row.computed, row.num_tokens, max(row.drafts, 0))
-        computed, accepted = tokens_after(certain, row.accepted), row.accepted
+        certain = columns.certain_tokens(row.computed, row.num_tokens, max(row.drafts, 0))
+        computed, accepted = columns.tokens_after(certain, row.accepted), row.accepted
         if saves and self.align.passes_boundaries and not self.align.is_deferred:
-            save = boundary_save(certain, computed, self.align.state_block_size)
+            save = columns.boundary_save(certain, computed, self.align.state_block_size)
             if save.passed:
                 self._copy(row.slot, row.current + save.offset, row.current, save.target)
-            accepted = accepted_after_save(accepted, save.passed, save.target, row.current)
+            accepted = columns.accepted_after_save(accepted, save.passed, save.target, row.current)
         base = row.computed + row.num_tokens
         if row.drafts >= 0:
-            end = fold_end(row.base, self.align.fold_length)
+            end = columns.fold_end(row.base, self.align.fold_length)
             base = end if row.computed >= end else row.base
         self._set(row.slot, computed, accepted, row.current, base)
 

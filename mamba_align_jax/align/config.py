@@ -13,6 +13,7 @@ from mamba_align_jax.errors import FieldError
 
 # The layers that policy "deferred" serves, in messages.
 HAVE_RINGS = "gated delta nets and Mamba-2"
+_NEEDS_RING = f"have groups with a ring, which only {HAVE_RINGS} have"
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -20,13 +21,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def check_fold_length(name: str, fold_length: int, num_speculative_tokens: int, block_size: int | bool) -> None:
-    """Checks the length of a fold group.
-
-    Args:
-        name: The field that has the length, for the error.
-        fold_length: The length.
-        num_speculative_tokens: The largest number of drafts, K.
-        block_size: Tokens between boundaries. False if there are none, as in mode "none".
+    """Checks the length of a fold group, which the field `name` has. `block_size` is False if there are no boundaries.
 
     Raises:
         FieldError: A step could write entries that it reads, or a boundary would not be the end of a fold group.
@@ -34,9 +29,8 @@ def check_fold_length(name: str, fold_length: int, num_speculative_tokens: int, 
     doubled = 2 * num_speculative_tokens
     wanted = f"more than 2 * num_speculative_tokens = {doubled} under policy 'deferred'"
     values.require(fold_length > doubled, name, wanted, fold_length)
-    if block_size and block_size % fold_length:
-        wanted = f"divide block_size = {block_size} under policy 'deferred'"
-        raise FieldError(name, wanted, str(fold_length), "must")
+    wanted = f"divide block_size = {block_size} under policy 'deferred'"
+    values.require(not block_size or block_size % fold_length == 0, name, wanted, fold_length, "must")
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,8 @@ class ConvState:
         itemsize(self.dtype)
         width, channels = (values.integer(f"ConvState: {name}", getattr(self, name)) for name in ("width", "channels"))
         set_fields(self, width=width, channels=channels)
-        if not 2 <= self.width <= 5 or self.channels < 1:
-            raise ValueError(
-                f"ConvState: width must be 2 to 5 and channels positive, got {self.width}, {self.channels}"
-            )
+        if not 2 <= width <= 5 or channels < 1:
+            raise FieldError("ConvState: width", "2 to 5 and channels positive", f"{width}, {channels}")
         is_layout = isinstance(self.layout, str) and self.layout in ("SD", "DS")
         values.require(is_layout, "ConvState: layout", "'SD' or 'DS'", self.layout)
 
@@ -92,9 +84,8 @@ class RecurrentState:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         set_fields(self, shape=values.integers("RecurrentState: shape", self.shape, -values.INT32_MAX))
         itemsize(self.dtype)
-        if len(self.shape) < 2 or min(self.shape) < 1:
-            wanted = "have two axes or more, all positive"
-            raise FieldError("RecurrentState: shape", wanted, str(self.shape), "must")
+        wanted, is_shape = "have two axes or more, all positive", len(self.shape) >= 2 and min(self.shape) >= 1
+        values.require(is_shape, "RecurrentState: shape", wanted, self.shape, "must")
         is_layout = isinstance(self.layout, str) and self.layout in ("VK", "KV")
         values.require(is_layout, "RecurrentState: layout", "'VK' or 'KV'", self.layout)
 
@@ -103,7 +94,6 @@ class RecurrentState:
 
         Drafts do not enlarge a block, because the state after each draft has its own block.
         """
-        del num_speculative_tokens
         *heads, value_dim, key_dim = self.shape
         return self.shape if self.layout == "VK" else (*heads, key_dim, value_dim)
 
@@ -129,10 +119,8 @@ class GroupSpec:
         states = values.members(f"GroupSpec {self.name!r}: states", self.states)
         set_fields(self, name=values.text("GroupSpec: name", self.name), num_layers=num_layers, states=states)
         if self.num_layers < 1 or not self.states:
-            raise ValueError(
-                f"GroupSpec {self.name!r}: must have at least one layer and one state, "
-                f"got num_layers = {self.num_layers} and states = {self.states}"
-            )
+            got = f"num_layers = {self.num_layers} and states = {self.states}"
+            raise FieldError(f"GroupSpec {self.name!r}:", "have at least one layer and one state", got, "must")
         for state in self.states:
             values.instance(f"GroupSpec {self.name!r}: states", state, ConvState, RecurrentState)
         values.instance(f"GroupSpec {self.name!r}: ring", self.ring, DeltaRuleRing, Mamba2Ring, optional=True)
@@ -142,17 +130,14 @@ class GroupSpec:
         recurrent = [state for state in self.states if isinstance(state, RecurrentState)]
         if self.ring is None:
             if recurrent:
-                raise ValueError(
-                    f"AlignConfig: policy 'deferred' must have groups with a ring, which only {HAVE_RINGS} have, "
-                    f"got group {self.name!r} without one"
+                raise FieldError(
+                    "AlignConfig: policy 'deferred'", _NEEDS_RING, f"group {self.name!r} without one", "must"
                 )
             return
         shape = self.ring.state_shape
         if [(state.shape, state.layout) for state in recurrent] != [(shape, "VK")]:
-            raise ValueError(
-                f"AlignConfig: policy 'deferred' must have one recurrent state {list(shape)} of layout 'VK' for the ring "
-                f"of group {self.name!r}, got {recurrent}"
-            )
+            wanted = f"have one recurrent state {list(shape)} of layout 'VK' for the ring of group {self.name!r}"
+            raise FieldError("AlignConfig: policy 'deferred'", wanted, str(recurrent), "must")
 
 
 @dataclass(frozen=True)
@@ -199,8 +184,7 @@ class AlignConfig:
         if not self.groups:
             raise FieldError("AlignConfig: groups", "not be empty", must="must")
         names = [group.name for group in self.groups]
-        if len(set(names)) != len(names):
-            raise FieldError("AlignConfig: groups", "have distinct names", str(names), "must")
+        values.require(len(set(names)) == len(names), "AlignConfig: groups", "have distinct names", names, "must")
         for name, minimum in (
             ("block_size", 1),
             ("num_speculative_tokens", 0),
@@ -224,11 +208,8 @@ class AlignConfig:
             check_fold_length("AlignConfig: fold_length", self.fold_length, self.num_speculative_tokens, size)
             for group in self.groups:
                 group.check_deferred()
-            if all(group.ring is None for group in self.groups):
-                raise ValueError(
-                    f"AlignConfig: policy 'deferred' must have groups with a ring, which only {HAVE_RINGS} have, got "
-                    f"{names}"
-                )
+            has_ring = any(group.ring is not None for group in self.groups)
+            values.require(has_ring, "AlignConfig: policy 'deferred'", _NEEDS_RING, names, "must")
         # In mode "none" a block is longer than any sequence. Its boundary is never reached, so nothing is ever saved.
         size = self.max_model_len + 1 if self.mode == "none" else self.block_size
         object.__setattr__(self, "state_block_size", size)

@@ -11,7 +11,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.slots import set_slots
-from mamba_align_jax.align.state import AlignState, check_entries
+from mamba_align_jax.align.state import AlignState, entries_from_host
 
 
 @jax.tree_util.register_dataclass
@@ -48,11 +48,8 @@ class Corrections:
         Raises:
             ValueError: An entry is wrong. The text names it.
         """
-        values.instance("Corrections: align", align, AlignConfig)
-        bucket = values.integer("Corrections: bucket", bucket, 0)
-        slots = values.integers("Corrections: slots", slots)
-        computed = values.integers("Corrections: num_computed_tokens", num_computed_tokens)
-        check_entries("Corrections", bucket, slots, computed, align.max_num_seqs, align.max_model_len + 1)
+        given = bucket, slots, num_computed_tokens, align.max_model_len + 1
+        bucket, slots, computed = entries_from_host("Corrections", align, *given)
         padded = np.full((2, bucket), -1, np.int32)
         padded[:, : len(slots)] = slots, computed
         slot, counts = map(put, padded)

@@ -15,7 +15,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.columns import fold_end
 from mamba_align_jax.align.config import AlignConfig, ConvState
-from mamba_align_jax.align.policy import boundary_window, fold_places
+from mamba_align_jax.align.policy import FoldPlaces, boundary_window, fold_places
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.ring_folds import fold
 from mamba_align_jax.align.slots import has_integers, set_slots
@@ -92,15 +92,8 @@ def plan_folds(
 ) -> tuple[jax.Array, Folds, jax.Array]:
     """Finds where the rows of a step read and write their deferred states.
 
-    Args:
-        align: The configuration, with policy "deferred".
-        state: The counts of the slots.
-        batch: The rows.
-        tables: The block tables.
-        live: True for the rows that take part. bool [rows].
-        computed: The position of each row's first token. int32 [rows].
-        current: The running column of each row. int32 [rows].
-        conv_read: The block with the window of each row's last step. int32 [groups, rows].
+    Rows take part where `live`, bool [rows], is true. A row's first token is at position `computed`, and its running
+    column is `current`, int32 [rows]. `conv_read` is the block with the window of its last step, int32 [groups, rows].
 
     Returns:
         The block in which each row finds its state, int32 [groups, rows]; the folds; and the base of each row after the
@@ -108,49 +101,53 @@ def plan_folds(
     """
     assert state.state_pos is not None
     slot, is_chunk = jnp.maximum(batch.idx_mapping, 0), batch.num_drafts < 0
-    base = jnp.where(live, state.state_pos[slot], 0)
     # Idle rows are at position 0, so that they never fold.
-    places = fold_places(base, computed, align.state_block_size, align.fold_length)
-    lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
+    base = jnp.where(live, state.state_pos[slot], 0)
     unsettled = live & is_chunk & (base < computed)
-    read, rest = lookup(places.recurrent_column, live), lookup(current, unsettled)
-    block = lookup(places.fold_column, places.folds)
+    folds, places = _make_folds(align, state, tables, slot, live, base, computed, current, conv_read, unsettled)
+    # A chunk writes its last state, which is then the base.
+    next_base = jnp.where(is_chunk, computed + batch.num_tokens, places.next_base)
+    return jnp.where(unsettled, folds.rest, folds.read), folds, next_base
+
+
+def _make_folds(
+    align: AlignConfig,
+    state: AlignState,
+    tables: BlockTables,
+    slot: jax.Array,
+    live: jax.Array,
+    base: jax.Array,
+    position: jax.Array,
+    column: jax.Array,
+    conv_read: jax.Array,
+    unsettled: jax.Array,
+) -> tuple[Folds, FoldPlaces]:
+    """Finds the deferred states of the rows that are `live`. Those that are `unsettled` continue in `column`."""
+    sizes = align.state_block_size, align.fold_length
+    places = fold_places(base, position, *sizes)
+    lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
+    block, windows = lookup(places.fold_column, live & places.folds), None
+    if align.passes_boundaries:  # Otherwise the windows are always in place.
+        old, accepted = state.running_column[slot], state.num_accepted_tokens[slot]
+        window = boundary_window(old, accepted, base, position, *sizes)
+        windows = BoundaryWindows(
+            read=conv_read,
+            first_row=jnp.where(window.needed, window.first_row, 0),
+            # A row that does not fold has no block, and keeps no boundary.
+            block=jnp.where(window.needed, block, NULL_BLOCK),
+            moves=window.moves,
+        )
     folds = Folds(
         slot=slot,
         base=base,
-        position=computed,
-        read=read,
+        position=position,
+        read=lookup(places.recurrent_column, live),
         block=block,
-        rest=rest,
+        rest=lookup(column, unsettled),
         unsettled=unsettled,
-        windows=_plan_windows(align, state, slot, base, computed, conv_read, block),
+        windows=windows,
     )
-    # A chunk writes its last state, which is then the base.
-    next_base = jnp.where(is_chunk, computed + batch.num_tokens, places.next_base)
-    return jnp.where(unsettled, rest, read), folds, next_base
-
-
-def _plan_windows(
-    align: AlignConfig,
-    state: AlignState,
-    slot: jax.Array,
-    base: jax.Array,
-    computed: jax.Array,
-    conv_read: jax.Array,
-    fold_block: jax.Array,
-) -> BoundaryWindows | None:
-    """Finds the windows of the boundaries that rows fold, or returns None if they are always in place."""
-    if not align.passes_boundaries:
-        return None
-    old, accepted = state.running_column[slot], state.num_accepted_tokens[slot]
-    places = boundary_window(old, accepted, base, computed, align.state_block_size, align.fold_length)
-    # A row that does not fold has no `fold_block`, and keeps no boundary.
-    return BoundaryWindows(
-        read=conv_read,
-        first_row=jnp.where(places.needed, places.first_row, 0),
-        block=jnp.where(places.needed, fold_block, NULL_BLOCK),
-        moves=places.moves,
-    )
+    return folds, places
 
 
 def settle(
@@ -158,13 +155,7 @@ def settle(
 ) -> StatePool:
     """Writes the states of the rows that are `unsettled`: at the end of a complete fold group, then at their position.
 
-    If the group ends on a boundary, it writes the boundary's window, too.
-
-    Args:
-        align: The configuration. Static.
-        pool: The pool. A jitted caller may donate it.
-        folds: The deferred states of the step.
-        implementation: The implementation of the ops.
+    If the group ends on a boundary, it writes the boundary's window, too. A jitted caller may donate `pool`.
     """
     pool = _keep_windows(align, pool, folds.windows, folds.unsettled, implementation)
     block = jnp.where(folds.unsettled, folds.block, NULL_BLOCK)
@@ -225,22 +216,11 @@ def plan_slots(
     state.check(align)
     tables.check(align)
     assert state.state_pos is not None
-    slot = jnp.maximum(slots, 0)
-    base, computed = state.state_pos[slot], state.num_computed_tokens[slot]
-    places = fold_places(base, computed, align.state_block_size, align.fold_length)
-    lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
-    block = lookup(places.fold_column, (slots >= 0) & places.folds)
-    conv_read = lookup(state.running_column[slot], slots >= 0)
-    folds = Folds(
-        slot=slot,
-        base=base,
-        position=computed,
-        read=lookup(places.recurrent_column, slots >= 0),
-        block=block,
-        rest=jnp.full((len(align.groups), *slots.shape), NULL_BLOCK, jnp.int32),
-        unsettled=jnp.zeros(slots.shape, jnp.bool_),
-        windows=_plan_windows(align, state, slot, base, computed, conv_read, block),
-    )
+    slot, live = jnp.maximum(slots, 0), slots >= 0
+    base, computed, column = state.state_pos[slot], state.num_computed_tokens[slot], state.running_column[slot]
+    conv_read = jnp.where(live, tables.lookup(slot, column), NULL_BLOCK)
+    settled = jnp.zeros(slots.shape, jnp.bool_)
+    folds, places = _make_folds(align, state, tables, slot, live, base, computed, column, conv_read, settled)
     accepted = state.num_accepted_tokens[slot]
     state, _ = jax.lax.optimization_barrier((state, (folds, accepted, places.next_base)))
     assert state.state_pos is not None

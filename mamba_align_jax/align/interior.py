@@ -50,12 +50,11 @@ def interior_checkpoints(
         num_computed_tokens: Position of each row's first token. int32 [rows].
         num_tokens: Tokens in each row. int32 [rows].
         block_size: Tokens between boundaries.
-        checkpoints: The number of boundaries to return per row. For rows of at most n tokens,
-            (n + block_size - 2) // block_size is enough.
+        checkpoints: The boundaries to return per row. Rows of at most n tokens have (n + block_size - 2) // block_size.
 
     Returns:
-        `RowCheckpoints.offset`, and the boundaries' columns, int32 [rows, checkpoints] each. The column is -1 where there
-        is no further boundary. `BlockTables.lookup` turns the columns into `RowCheckpoints.block`.
+        `RowCheckpoints.offset`, and the boundaries' columns for `BlockTables.lookup`, int32 [rows, checkpoints] each.
+        The column is -1 where there is no further boundary.
     """
     first = column_of(num_computed_tokens + 1, block_size)
     last = column_of(num_computed_tokens + num_tokens, block_size)

@@ -49,7 +49,6 @@ class ReadPlaces(NamedTuple):
 
 def copy_free(old: Any, accepted: Any, current: Any) -> ReadPlaces:
     """Kernels read where the last step wrote and write to the new running column. Nothing is copied (vLLM PR 42406)."""
-    del current
     return ReadPlaces(old + accepted - 1, old, accepted - 1, None)
 
 
@@ -59,11 +58,6 @@ def pre_copy(old: Any, accepted: Any, current: Any) -> ReadPlaces:
     migration = Migration(old + accepted - 1, old, accepted - 1, current, crosses)
     accepted = choose(crosses, 1, accepted)
     return ReadPlaces(current + accepted - 1, current, accepted - 1, migration)
-
-
-def deferred(old: Any, accepted: Any, current: Any) -> ReadPlaces:
-    """The window is read as under "copy_free". `fold_places` says where the recurrent state is."""
-    return copy_free(old, accepted, current)
 
 
 class FoldPlaces(NamedTuple):
@@ -83,14 +77,7 @@ class FoldPlaces(NamedTuple):
 
 
 def fold_places(base: Any, computed: Any, block_size: int, fold_length: int) -> FoldPlaces:
-    """Finds the places of deferred states.
-
-    Args:
-        base: The position of each row's state.
-        computed: The position of each row's first token.
-        block_size: Tokens per column.
-        fold_length: Tokens per fold group.
-    """
+    """Finds the places of deferred states, from the position of each row's state and that of its first token."""
     end = fold_end(base, fold_length)
     folds = computed >= end
     return FoldPlaces(column_of(base, block_size), folds, column_of(end, block_size), choose(folds, end, base))
@@ -116,16 +103,9 @@ def boundary_window(
 ) -> BoundaryWindow:
     """Finds the window of the boundary at the end of a row's fold group, if the group is complete and ends on one.
 
-    The window of the last step has a row for each of its tokens, so the boundary's window begins as many rows before the
-    row's own as there are tokens since the boundary.
-
-    Args:
-        old: The running column before the step.
-        accepted: The tokens accepted in the last step.
-        base: The position of each row's state.
-        computed: The position of each row's first token.
-        block_size: Tokens per column.
-        fold_length: Tokens per fold group.
+    The window of the last step has a row for each of its tokens, so the boundary's window begins as many rows before
+    the row's own as there are tokens since the boundary. `old` and `accepted` are those of a policy, `base` and
+    `computed` those of `fold_places`.
     """
     end = fold_end(base, fold_length)
     first_row, in_place = accepted - 1 + end - computed, column_of(end, block_size) == old
@@ -134,4 +114,5 @@ def boundary_window(
 
 
 Policy = Callable[[Any, Any, Any], ReadPlaces]
-POLICIES: Mapping[str, Policy] = MappingProxyType({"copy_free": copy_free, "pre_copy": pre_copy, "deferred": deferred})
+# Under "deferred" the window is read as under "copy_free", and `fold_places` says where the recurrent state is.
+POLICIES: Mapping[str, Policy] = MappingProxyType({"copy_free": copy_free, "pre_copy": pre_copy, "deferred": copy_free})

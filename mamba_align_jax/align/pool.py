@@ -11,6 +11,7 @@ import numpy as np
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.config import AlignConfig, ConvState
+from mamba_align_jax.errors import FieldError
 from pallas_kernels import NULL_BLOCK
 
 
@@ -81,8 +82,7 @@ class StatePool:
             `GroupSpec.states` and with the dtype of that state.
         rings: The entries of the slots under policy "deferred", None otherwise. `rings[g]` are the arrays of group g,
             [layers, slots, heads, places, ...], which `GroupSpec.ring` describes: keys, corrections and log decays of
-            delta-rule layers, x, B, step sizes and log decays of Mamba-2, and x, B and raw step sizes of Mamba-1, after
-            which come the rates and the bias of each layer, [layers, heads, ...]; () for a group without recurrent states.
+            delta-rule layers, and x, B, step sizes and log decays of Mamba-2; () for a group without recurrent states.
     """
 
     states: tuple[tuple[jax.Array, ...], ...]
@@ -104,12 +104,9 @@ class StatePool:
         """
         values.instance("StatePool.create: align", align, AlignConfig)
         values.instance("StatePool.create: sharding", sharding, jax.sharding.Sharding, StatePool, optional=True)
-        num_blocks = values.integer("StatePool.create: num_blocks", num_blocks)
-        minimum = 1 + align.blocks_per_request(max_chunk=0)
-        if num_blocks < minimum:
-            raise ValueError(
-                f"StatePool.create: num_blocks must be at least {minimum} for one request, got {num_blocks}"
-            )
+        name, least = "StatePool.create: num_blocks", 1 + align.blocks_per_request(max_chunk=0)
+        num_blocks = values.integer(name, num_blocks)
+        values.require(num_blocks >= least, name, f"at least {least} for one request", num_blocks)
         shapes = _shapes(align, num_blocks)
         each = sharding.states if isinstance(sharding, StatePool) else [[sharding] * len(group) for group in shapes]
         states = _zeros(shapes, each)
@@ -138,18 +135,11 @@ class StatePool:
         values.instance("StatePool.from_arrays: sharding", sharding, jax.sharding.Sharding, StatePool, optional=True)
         name = "StatePool.from_arrays: states"
         states = [_arrays(name, group) for group in values.members(name, states)]
-        if [len(group) for group in states] != [len(group.states) for group in align.groups]:
-            raise ValueError(
-                f"StatePool.from_arrays: states must have {[len(g.states) for g in align.groups]} arrays per group, "
-                f"got {[len(g) for g in states]}"
-            )
+        got, wanted = list(map(len, states)), [len(group.states) for group in align.groups]
+        values.require(got == wanted, name, f"have {wanted} arrays per group", got, "must")
         for number, (group, arrays) in enumerate(zip(align.groups, states, strict=True)):
             for wanted, array in zip(_shapes(align, arrays[0].shape[1])[number], arrays, strict=True):
-                if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
-                    raise ValueError(
-                        f"StatePool.from_arrays: arrays of group {group.name!r} must be "
-                        f"{wanted.dtype}{list(wanted.shape)}, got {array.dtype}{list(array.shape)}"
-                    )
+                _check_array(f"StatePool.from_arrays: arrays of group {group.name!r}", array, wanted)
         if sharding is None and align.is_deferred:
             sharding = _only_sharding(states[0][0])
         rings = _new_rings("StatePool.from_arrays: sharding", align, sharding)
@@ -166,12 +156,10 @@ class StatePool:
             for group, arrays, others in zip(align.groups, self.states, wanted, strict=True)
             for kind, array, other in zip(group.states, arrays, others, strict=True)
         )
-        show = lambda groups: [[f"{array.dtype}{list(array.shape)}" for array in group] for group in groups]
+        show = lambda groups: [[_text(array) for array in group] for group in groups]
         if not fits:
-            raise ValueError(
-                f"StatePool: states must be made for this AlignConfig, {show(wanted)} with any number of blocks, "
-                f"got {show(self.states)}"
-            )
+            made = f"made for this AlignConfig, {show(wanted)} with any number of blocks"
+            raise FieldError("StatePool: states", made, str(show(self.states)))
         if (self.rings is not None) != align.is_deferred:
             has = "no rings" if self.rings is None else "rings"
             raise ValueError(f"StatePool: rings must be those of policy {align.policy!r}, got a pool with {has}")
@@ -196,11 +184,9 @@ class StatePool:
         group = self._group("with_group", group)
         states = _arrays("StatePool.with_group: states", states)
         number, ring = len(self.states[group]), self.ring(group)
-        if len(states) not in (number, number + len(ring)):
-            wanted = f"{number} or {number + len(ring)}" if ring else number
-            raise ValueError(
-                f"StatePool.with_group: states of group {group} must be {wanted} arrays, got {len(states)}"
-            )
+        wanted = f"{number} or {number + len(ring)} arrays" if ring else f"{number} arrays"
+        fits = len(states) in (number, number + len(ring))
+        values.require(fits, f"StatePool.with_group: states of group {group}", wanted, len(states))
         put = lambda all_, own: (*all_[:group], tuple(own), *all_[group + 1 :])
         rings = put(self.rings, states[number:]) if self.rings and len(states) > number else self.rings
         return replace(self, states=put(self.states, states[:number]), rings=rings)
@@ -229,33 +215,34 @@ class StatePool:
                 unchanged.
         """
         group, block = self._block("write_block", group, block)
-        states = _arrays("StatePool.write_block: states", states)
-        if len(states) != len(self.states[group]):
-            raise ValueError(
-                f"StatePool.write_block: states must be {len(self.states[group])} arrays, got {len(states)}"
-            )
+        name, number = "StatePool.write_block: states", len(self.states[group])
+        states = _arrays(name, states)
+        values.require(len(states) == number, name, f"{number} arrays", len(states))
         for array, state in zip(self.states[group], states, strict=True):
-            wanted = (array.shape[0], *array.shape[2:])
-            if (state.shape, state.dtype) != (wanted, array.dtype):
-                raise ValueError(
-                    f"StatePool.write_block: states must be {array.dtype}{list(wanted)}, "
-                    f"got {state.dtype}{list(state.shape)}"
-                )
+            _check_array(name, state, jax.ShapeDtypeStruct((array.shape[0], *array.shape[2:]), array.dtype))
         written = _put_block(self.states[group], jnp.int32(block), tuple(map(jnp.asarray, states)))
         return self.with_group(group, written)
 
     def _group(self, function: str, group: int) -> int:
-        group = values.integer(f"StatePool.{function}: group", group)
-        if not 0 <= group < len(self.states):
-            raise ValueError(f"StatePool.{function}: group must be in [0, {len(self.states)}), got {group}")
+        name = f"StatePool.{function}: group"
+        group = values.integer(name, group)
+        values.require(0 <= group < len(self.states), name, f"in [0, {len(self.states)})", group)
         return group
 
     def _block(self, function: str, group: int, block: int) -> tuple[int, int]:
-        group, block = self._group(function, group), values.integer(f"StatePool.{function}: block", block)
-        blocks = self.states[group][0].shape[1]
-        if not NULL_BLOCK < block < blocks:
-            raise ValueError(f"StatePool.{function}: block must be in [1, {blocks}), got {block}")
+        name, group = f"StatePool.{function}: block", self._group(function, group)
+        block, blocks = values.integer(name, block), self.states[group][0].shape[1]
+        values.require(NULL_BLOCK < block < blocks, name, f"in [1, {blocks})", block)
         return group, block
+
+
+def _text(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _check_array(name: str, array: Any, wanted: jax.ShapeDtypeStruct) -> None:
+    if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
+        raise FieldError(name, _text(wanted), _text(array))
 
 
 def _arrays(name: str, given: Any) -> tuple[Any, ...]:

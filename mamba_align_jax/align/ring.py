@@ -56,10 +56,8 @@ class DeltaRuleRing(Ring):
 
     def __post_init__(self) -> None:
         _check(self, "key_heads", "key_dim", "value_heads", "value_dim")
-        if self.value_heads % self.key_heads:
-            raise ValueError(
-                f"DeltaRuleRing: key_heads must divide value_heads = {self.value_heads}, got {self.key_heads}"
-            )
+        wanted, heads = f"divide value_heads = {self.value_heads}", self.key_heads
+        values.require(self.value_heads % heads == 0, "DeltaRuleRing: key_heads", wanted, heads, "must")
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -96,8 +94,8 @@ class Mamba2Ring(Ring):
 
     def __post_init__(self) -> None:
         _check(self, "heads", "head_dim", "groups", "state_dim")
-        if self.heads % self.groups:
-            raise ValueError(f"Mamba2Ring: groups must divide heads = {self.heads}, got {self.groups}")
+        wanted = f"divide heads = {self.heads}"
+        values.require(self.heads % self.groups == 0, "Mamba2Ring: groups", wanted, self.groups, "must")
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

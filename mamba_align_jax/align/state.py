@@ -12,6 +12,7 @@ from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.slots import set_slots
+from mamba_align_jax.errors import FieldError
 
 
 @jax.tree_util.register_dataclass
@@ -43,41 +44,36 @@ class AlignState:
 
     def check(self, align: AlignConfig) -> None:
         """Raises ValueError if the state was made for an AlignConfig that has another policy or number of slots."""
-        slots = self.num_computed_tokens.shape[0]
-        if slots != align.max_num_seqs:
-            raise ValueError(f"AlignState: slots must be max_num_seqs = {align.max_num_seqs}, got {slots}")
+        slots, wanted = self.num_computed_tokens.shape[0], align.max_num_seqs
+        values.require(slots == wanted, "AlignState: slots", f"max_num_seqs = {wanted}", slots)
         if align.is_deferred != (self.state_pos is not None):
             made = "'deferred'" if self.state_pos is not None else "'copy_free' or 'pre_copy'"
             raise ValueError(f"AlignState: policy must be the one it was made for, {made}, got {align.policy!r}")
 
 
-def check_entries(
-    owner: str, bucket: int, slots: Sequence[int], num_computed_tokens: Sequence[int], num_slots: int, limit: int
-) -> None:
-    """Checks entries that each give a slot a number of tokens.
-
-    Args:
-        owner: What has the entries. The text of an error begins with it.
-        bucket: The most entries.
-        slots: The slots, below `num_slots` and all distinct.
-        num_computed_tokens: The numbers of tokens, below `limit`.
-        num_slots: The number of slots.
-        limit: The number of tokens that is one too many.
+def entries_from_host(
+    owner: str, align: AlignConfig, bucket: int, slots: Sequence[int], num_computed_tokens: Sequence[int], limit: int
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """Returns `bucket`, and as int32 [entries] at most so many slots, each with a number of tokens below `limit`.
 
     Raises:
-        ValueError: An entry is wrong. The text names it.
+        ValueError: An entry is wrong. The text names it after its `owner`.
     """
-    if len(slots) != len(num_computed_tokens) or len(slots) > bucket:
+    values.instance(f"{owner}: align", align, AlignConfig)
+    bucket = values.integer(f"{owner}: bucket", bucket, 0)
+    slots = values.integers(f"{owner}: slots", slots, -values.INT32_MAX)
+    counts = values.integers(f"{owner}: num_computed_tokens", num_computed_tokens, -values.INT32_MAX)
+    if len(slots) != len(counts) or len(slots) > bucket:
         raise ValueError(
             f"{owner}: slots and num_computed_tokens must have the same length, at most {bucket}, "
-            f"got {len(slots)} and {len(num_computed_tokens)}"
+            f"got {len(slots)} and {len(counts)}"
         )
-    if len(set(slots)) != len(slots):
-        raise ValueError(f"{owner}: slots must be distinct, got {list(slots)}")
-    for entry, (slot, computed) in enumerate(zip(slots, num_computed_tokens, strict=True)):
-        for name, value, end in (("slot", slot, num_slots), ("num_computed_tokens", computed, limit)):
+    values.require(len(set(slots)) == len(slots), f"{owner}: slots", "distinct", list(slots))
+    for entry, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+        for name, value, end in (("slot", slot, align.max_num_seqs), ("num_computed_tokens", count, limit)):
             if not 0 <= value < end:
-                raise ValueError(f"{owner}: {name} of entry {entry} must be in [0, {end}), got {value}")
+                raise FieldError(f"{owner}: {name} of entry {entry}", f"in [0, {end})", str(value))
+    return bucket, np.asarray(slots, np.int32), np.asarray(counts, np.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -120,13 +116,9 @@ class Additions:
         Raises:
             ValueError: An entry is wrong. The text names it.
         """
-        values.instance("Additions: align", align, AlignConfig)
-        bucket = values.integer("Additions: bucket", bucket, 0)
-        slots = values.integers("Additions: slots", slots, -values.INT32_MAX)
-        num_computed_tokens = values.integers("Additions: num_computed_tokens", num_computed_tokens, -values.INT32_MAX)
-        check_entries("Additions", bucket, slots, num_computed_tokens, align.max_num_seqs, align.max_model_len)
+        given = bucket, slots, num_computed_tokens, align.max_model_len
+        bucket, slots, computed = entries_from_host("Additions", align, *given)
         padded = np.full((3, bucket), -1, np.int32)
-        computed = np.asarray(num_computed_tokens, np.int32)
         padded[:, : len(slots)] = slots, computed, column_of(computed, align.state_block_size)
         slot, computed, column = map(put, padded)
         return cls(slot=slot, num_computed_tokens=computed, running_column=column)

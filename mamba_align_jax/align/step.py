@@ -6,14 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.align import columns
 from mamba_align_jax.align.batch import StepBatch
-from mamba_align_jax.align.columns import (
-    accepted_after_save,
-    boundary_save,
-    certain_tokens,
-    running_column,
-    tokens_after,
-)
 from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.align.deferred import Folds, plan_folds, settle
 from mamba_align_jax.align.policy import POLICIES
@@ -134,7 +128,7 @@ def begin_step(
     computed = jnp.where(live, state.num_computed_tokens[slot], 0)
     accepted = state.num_accepted_tokens[slot]
     old = jnp.where(live, state.running_column[slot], -1)
-    current = running_column(computed, batch.num_tokens, size)
+    current = columns.running_column(computed, batch.num_tokens, size)
 
     places = POLICIES[align.policy](old, accepted, current)
     started = live & (old >= 0)
@@ -234,19 +228,13 @@ def plan_saves(
 ) -> tuple[CopyPlan, jax.Array]:
     """Plans the copies that save the boundaries which rows passed.
 
-    Args:
-        align: The configuration.
-        tables: The block tables.
-        slot: The slot of each row. int32 [rows].
-        live: True for the rows that take part. bool [rows].
-        column: The running column of each row. int32 [rows].
-        certain: The tokens that stay computed if all drafts are rejected. int32 [rows].
-        accepted: The tokens that each row accepted, at least 1. int32 [rows].
+    Rows take part where `live`, bool [rows], is true. Their running columns, their `certain` tokens, which stay
+    computed if all drafts are rejected, and the numbers of tokens that they accepted, at least 1, are int32 [rows].
 
     Returns:
         The copies, and the accepted counts after them, int32 [rows].
     """
-    save = boundary_save(certain, tokens_after(certain, accepted), align.state_block_size)
+    save = columns.boundary_save(certain, columns.tokens_after(certain, accepted), align.state_block_size)
     passed = live & save.passed
     lookup = lambda column: jnp.where(passed, tables.lookup(slot, column), NULL_BLOCK)
     plan = CopyPlan(
@@ -255,7 +243,7 @@ def plan_saves(
         window_row=jnp.where(passed, save.offset, 0),
         destination=lookup(save.target),
     )
-    return plan, accepted_after_save(accepted, passed, save.target, column)
+    return plan, columns.accepted_after_save(accepted, passed, save.target, column)
 
 
 def _of_rows(num_sampled: jax.Array | int | None, shape: tuple[int, ...]) -> jax.Array:
@@ -282,8 +270,8 @@ def plan_finish(
     drafts = jnp.maximum(batch.num_drafts, 0)
     # A chunk inside a prompt samples nothing, but still leaves one state to continue from.
     accepted = jnp.maximum(_of_rows(num_sampled, slot.shape), 1)
-    certain = certain_tokens(indices.num_computed_tokens, batch.num_tokens, drafts)
-    plan, computed = None, tokens_after(certain, accepted)
+    certain = columns.certain_tokens(indices.num_computed_tokens, batch.num_tokens, drafts)
+    plan, computed = None, columns.tokens_after(certain, accepted)
     # Under policy "deferred" the step after the boundary keeps it.
     if align.passes_boundaries and not align.is_deferred and num_sampled is not None:
         plan, accepted = plan_saves(align, tables, slot, live, indices.running_column, certain, accepted)

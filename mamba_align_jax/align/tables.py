@@ -10,6 +10,7 @@ import numpy as np
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.errors import FieldError
 from pallas_kernels import NULL_BLOCK
 
 
@@ -35,10 +36,8 @@ class BlockTables:
         """Raises ValueError unless the tables have the groups and slots of `align`, and at least its columns."""
         wanted = (len(align.groups), align.max_num_seqs, align.num_columns)
         if self.blocks.ndim != 3 or self.blocks.shape[:2] != wanted[:2] or self.blocks.shape[2] < wanted[2]:
-            raise ValueError(
-                f"BlockTables: blocks must be [groups, slots, columns] = {list(wanted)}, or more columns, "
-                f"got {list(self.blocks.shape)}"
-            )
+            shape = f"[groups, slots, columns] = {list(wanted)}, or more columns"
+            raise FieldError("BlockTables: blocks", shape, str(list(self.blocks.shape)))
 
     def lookup(self, slot: jax.Array, column: jax.Array) -> jax.Array:
         """Returns the blocks of columns, int32 [groups, *column.shape].
@@ -86,21 +85,17 @@ class TableUpdates:
         values.instance("TableUpdates: align", align, AlignConfig)
         bucket = values.integer("TableUpdates: bucket", bucket, 0)
         entries = values.rows("TableUpdates: entries", entries, 4)
-        if len(entries) > bucket:
-            raise ValueError(f"TableUpdates: entries must be at most bucket = {bucket}, got {len(entries)}")
+        values.require(len(entries) <= bucket, "TableUpdates: entries", f"at most bucket = {bucket}", len(entries))
         limits = (len(align.groups), align.max_num_seqs, align.num_columns)
         blocks: dict[tuple[int, ...], int] = {}
         for number, (*place, block) in enumerate(entries):
             if any(not 0 <= x < limit for x, limit in zip(place, limits, strict=True)) or block < 0:
-                raise ValueError(
-                    f"TableUpdates: entry {number} must be (group, slot, column) inside {limits} and a block >= 0, "
-                    f"got {(*place, block)}"
-                )
+                wanted = f"(group, slot, column) inside {limits} and a block >= 0"
+                raise FieldError(f"TableUpdates: entry {number}", wanted, str((*place, block)))
             first = blocks.setdefault(tuple(place), block)
             if first != block:
-                raise ValueError(
-                    f"TableUpdates: (group, slot, column) {tuple(place)} must have one block, got {first} and {block}"
-                )
+                name = f"TableUpdates: (group, slot, column) {tuple(place)}"
+                raise FieldError(name, "have one block", f"{first} and {block}", "must")
         padded = np.full((4, bucket), -1, np.int32)
         padded[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 4).T
         group, slot, column, block = map(put, padded)

@@ -105,16 +105,13 @@ def make_step(align, num_decode_rows, implementation):
         state = add_requests(state, additions)
         state, indices = begin_step(align, state, batch, tables)
         pool = migrate(align, pool, indices, implementation=implementation)
-        split = split_rows(batch, indices, num_decode_rows)
+        split = split_rows(batch, indices, num_decode_rows, num_decode_rows * (1 + align.num_speculative_tokens))
         carry = (*pool.states[0], *pool.ring(0))
         x = tokens
         for layer in range(align.groups[0].num_layers):
             gate = x[:, :HEADS]
             run = lambda f, layer=layer: lambda rows, *arrays: f(rows, jnp.int32(layer), *arrays)
-            out, *carry = split.apply(
-                *(run(decode), run(prefill), (x, gate), tuple(carry)),
-                num_decode_tokens=num_decode_rows * (1 + align.num_speculative_tokens),
-            )
+            out, *carry = split.apply(run(decode), run(prefill), (x, gate), tuple(carry))
             x = jnp.tile(out.reshape(x.shape[0], -1), 3)
         pool = pool.with_group(0, carry)
         state, pool = finish_step(
