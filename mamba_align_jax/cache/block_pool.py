@@ -37,10 +37,8 @@ class BlockPool:
     ) -> None:
         """Creates a pool whose blocks are all free.
 
-        Args:
-            num_blocks: Size of the pool, NULL_BLOCK included.
-            on_lost: Called with each key that can no longer be found, and with whether it was evicted.
-            on_eviction: Called without arguments for each key that is evicted.
+        `on_lost` is called with each key that can no longer be found, and with whether it was evicted, `on_eviction`
+        without arguments for each key that is evicted.
 
         Raises:
             ValueError: `num_blocks` leaves no block to hand out.
@@ -218,14 +216,9 @@ class BlockPool:
         return True
 
     def unpublish(self, key: bytes, *, evicted: bool = False) -> int | None:
-        """Makes `key` unfindable. Its block stays with its holders, or becomes free if it has none.
+        """Makes `key` unfindable, and counts it as evicted with `evicted`. Nothing happens if it is not published.
 
-        Args:
-            key: Any key. Nothing happens if it is not published.
-            evicted: True if the key counts as evicted.
-
-        Returns:
-            The block that was found under the key, or None.
+        The block that was found under the key is returned. It stays with its holders, or becomes free if it has none.
         """
         block = self.find(key)
         if block is None:

@@ -61,12 +61,8 @@ def request_checkpoints(
 ) -> Checkpoints:
     """Returns what a request keeps: the prompt's last cacheable boundary, the junction, and the requested boundaries.
 
-    Args:
-        prompt: The number of tokens in the prompt. At least one of them is always computed, never taken from the cache.
-        block_size: Tokens between boundaries.
-        requested: Boundaries that the caller wants to keep.
-        junction: The boundary up to which pages but no state were cached (`HybridHit.junction`), or 0.
-        interval: Tokens between further boundaries that stay cached, or None.
+    At least one of the prompt's tokens is always computed, never taken from the cache. `junction` is the boundary up to
+    which pages but no state were cached (`HybridHit.junction`), or 0.
     """
     prompt = values.integer("request_checkpoints: prompt", prompt, 1)
     block_size = values.integer("request_checkpoints: block_size", block_size, 1)

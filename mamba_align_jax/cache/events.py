@@ -81,12 +81,9 @@ class CacheLog:
         self._states: dict[bytes, StateStored] = {}
 
     def store_page(self, chain: HashChain, tokens: tuple[int, ...], end: int) -> None:
-        """Records that the page that ends after `end` tokens is about to be published.
+        """Records that the page of `tokens` that ends after `end` tokens is about to be published.
 
-        Args:
-            chain: The hashes of the request's tokens, in blocks of one page. `chain.at` knows them up to `end`.
-            tokens: The page's own tokens.
-            end: A multiple of the page size.
+        `chain` has the hashes of the request's tokens in blocks of one page, up to `end`.
         """
         key, start = chain.at((), end), end - chain.block_size
         parent = block_hash(chain.at((), start)) if start else None
@@ -98,17 +95,13 @@ class CacheLog:
         event = self._pages[key] = PageStored(block_hash(key), None, ())
         self.pending.append(event)
 
-    def import_state(self, key: bytes) -> None:
-        """Records that a state is about to be published whose position is not known."""
-        self.store_state(key, 0)
-
     def remove_page(self, key: bytes) -> None:
         """Records that a page was lost."""
         self._pages.pop(key, None)
         self.pending.append(PageRemoved(block_hash(key)))
 
-    def store_state(self, key: bytes, num_tokens: int) -> None:
-        """Records that the state after `num_tokens` tokens is about to be published."""
+    def store_state(self, key: bytes, num_tokens: int = 0) -> None:
+        """Records that the state after `num_tokens` tokens is about to be published. 0 is for an imported one."""
         event = self._states[key] = StateStored(block_hash(key), num_tokens)
         self.pending.append(event)
 
@@ -118,12 +111,7 @@ class CacheLog:
         self.pending.append(StateRemoved(block_hash(key)))
 
     def restart(self, pages: Container[bytes] = (), states: Container[bytes] = ()) -> None:
-        """Replaces all pending events by `CacheCleared` and the pages and states that are cached.
-
-        Args:
-            pages: The keys of the cached pages. They were all stored here.
-            states: The keys of the cached states. They were all stored here.
-        """
+        """Replaces all pending events by `CacheCleared` and the cached `pages` and `states`, all stored here."""
         self._pages = {key: event for key, event in self._pages.items() if key in pages}
         self._states = {key: event for key, event in self._states.items() if key in states}
         self.pending = [CacheCleared(), *self._pages.values(), *self._states.values()]

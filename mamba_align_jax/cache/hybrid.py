@@ -57,15 +57,11 @@ class HybridCache:
         values.require(isinstance(kv, KVPageManager), "HybridCache: kv", "a KVPageManager", kv)
         values.flag("HybridCache: check", check)
         values.instance("HybridCache: log", log, CacheLog, optional=True)
-        if states.mode != "none" and states.block_size % kv.page_size:
-            raise ValueError(
-                f"HybridCache: block_size must be a multiple of the page size {kv.page_size}, got {states.block_size}"
-            )
         interval, size = checkpoint_interval, states.block_size
-        if interval is not None and (not values.is_integer(interval) or interval < 1 or interval % size):
-            raise ValueError(
-                f"HybridCache: checkpoint_interval must be None or a multiple of {size}, got {checkpoint_interval!r}"
-            )
+        fits, wanted = states.mode == "none" or size % kv.page_size == 0, f"a multiple of the page size {kv.page_size}"
+        values.require(fits, "HybridCache: block_size", wanted, size)
+        fits = interval is None or (values.is_integer(interval) and interval >= 1 and interval % size == 0)
+        values.require(fits, "HybridCache: checkpoint_interval", f"None or a multiple of {size}", interval)
         self.states = states
         self.kv = kv
         self.checkpoint_interval = checkpoint_interval
@@ -137,15 +133,9 @@ class HybridCache:
     ) -> int:
         """Returns the end of the next prefill chunk, or 0 if the request should wait for the next step.
 
-        The chunk does not end inside a block merely because other rows of the step have used up a part of the budget. In
-        mode "all" it takes the whole budget, and in mode "none" as well.
-
-        Args:
-            start: The first position to compute.
-            budget: How many of the step's tokens are left.
-            max_num_batched_tokens: The budget of a whole step.
-            prompt: The number of tokens known so far.
-            stops: Positions at which a chunk should end: see `next_chunk_end`.
+        The chunk does not end inside a block merely because other rows of the step have used up a part of the budget.
+        In mode "all" it takes the whole budget, and in mode "none" as well. `budget` is how many of the step's
+        `max_num_batched_tokens` tokens are left. The other arguments are those of `next_chunk_end`.
         """
         start, budget = values.integer("chunk_end: start", start, 0), values.integer("chunk_end: budget", budget)
         prompt = values.integer("chunk_end: prompt", prompt, 0)
@@ -160,19 +150,11 @@ class HybridCache:
         return end
 
     def shorter_end(self, request: Hashable, start: int, end: int, hit: HybridHit | None = None) -> int:
-        """Returns where a prefill chunk from `start` to `end` may end instead if `allocate` has no blocks for it.
+        """Returns where a chunk from `start` to `end` may end instead if `allocate` has no blocks for it, or else 0.
 
-        In mode "all" a chunk needs a block for each boundary inside it, so a shorter one needs fewer. It gives them back
-        after its dispatch. It would not give back pages, so it is not shortened where those are too few.
-
-        Args:
-            request: The request's name. An unknown request enters.
-            start: The first position to compute.
-            end: The end of the chunk that doesn't fit.
-            hit: As for `allocate`.
-
-        Returns:
-            The last boundary before `end` for which there are blocks; 0 if there is none.
+        In mode "all" a chunk needs a block for each boundary inside it, so a shorter one needs fewer. It gives them
+        back after its dispatch. It would not give back pages, so it is not shortened where those are too few. The
+        result is the last boundary before `end` for which there are blocks.
         """
         state, pages = (hit.state, hit.pages) if hit else (None, ())
         if self.states.mode != "all" or not self.kv.fits(request, end, pages):
@@ -196,16 +178,8 @@ class HybridCache:
     ) -> Allocation | None:
         """Gives the request the state blocks and KV pages that a step needs. Publishes nothing.
 
-        Args:
-            request: The request's name. An unknown request enters.
-            min_computed: The smallest number of tokens that may have been computed before the step, as far as the host
-                knows.
-            max_computed: The largest such number.
-            num_tokens: The number of tokens in the step, drafts included.
-            num_drafts: How many of them are drafts.
-            hit: What `lookup` returned in the same scheduling pass, if the request enters.
-            keep: The boundaries that stay cached, if the request enters. None keeps every boundary that its steps end
-                on or pass.
+        The arguments are those of `StateBlockManager.allocate`; `hit` is what `lookup` of this cache returned in the
+        same scheduling pass, if the request enters.
 
         Returns:
             The new entries of the request's rows. None, with nothing changed or evicted, if a pool has too few blocks.
@@ -274,10 +248,7 @@ class HybridCache:
     def commit(self, request: Hashable, tokens: Sequence[int], computed: int) -> int:
         """Records the result of the request's oldest step in flight, and publishes what the step filled.
 
-        Args:
-            request: A request that has a step in flight.
-            tokens: Its tokens.
-            computed: How many of the tokens count as computed now.
+        `tokens` are the request's, of which `computed` count as computed now.
 
         Returns:
             The last boundary that the request keeps and whose state is written, in tokens, or 0 for none.
@@ -314,8 +285,7 @@ class HybridCache:
     def vacate(self, staying: Container[Hashable]) -> None:
         """Releases all blocks and pages that requests hold, wherever an earlier call was cut off. What is cached stays.
 
-        Args:
-            staying: The requests that may return. All others are forgotten.
+        Requests that are not in `staying` are forgotten.
 
         Raises:
             AssertionError: The cache doesn't account for every block, because a call was cut off in the middle of a

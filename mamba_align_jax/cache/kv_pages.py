@@ -26,12 +26,9 @@ class KVPageManager:
     """Manages pages of keys and values. One page id stands for a page in every attention layer."""
 
     def __init__(self, num_pages: int, page_size: int, *, on_eviction: Callable[[], object] = lambda: None) -> None:
-        """Creates an empty cache.
+        """Creates an empty cache of `num_pages` pages, page 0 included, which is never handed out.
 
-        Args:
-            num_pages: Size of the pool, page 0 included, which is never handed out.
-            page_size: Tokens per page.
-            on_eviction: Called without arguments once for each cached page that is evicted.
+        `on_eviction` is called without arguments once for each cached page that is evicted.
 
         Raises:
             ValueError: A size is no whole number, or too small.
@@ -55,9 +52,7 @@ class KVPageManager:
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
         """Returns the cached pages of the longest cached prefix of `tokens`, in order. The pages are not held yet.
 
-        Args:
-            tokens: The request's tokens.
-            chain: The hashes of these tokens in blocks of `page_size`.
+        `chain` has the hashes of these tokens in blocks of `page_size`.
         """
         values.tokens("lookup: tokens", tokens)
         self._check_chain("lookup", chain)
@@ -95,17 +90,14 @@ class KVPageManager:
     def allocate(
         self, request: Hashable, num_tokens: int, *, hit: Sequence[int] = (), chain: HashChain | None = None
     ) -> list[tuple[int, int]] | None:
-        """Gives the request pages for its first `num_tokens` positions.
+        """Gives the request pages for its first `num_tokens` positions, those of this step included.
 
-        Args:
-            request: The request's name. An unknown request enters with the pages `hit` and the hashes `chain`.
-            num_tokens: The number of positions, including those of this step.
-            hit: The request's first pages, as `lookup` returned them in the same scheduling pass.
-            chain: The chain that `lookup` was given.
+        An unknown request enters with its first pages, `hit`, as `lookup` returned them in the same scheduling pass,
+        and with the hashes `chain` that `lookup` was given.
 
         Returns:
-            The (number, page) entries that are new in the request's row. None, with nothing changed, if the pool has
-            too few pages.
+            The (number, page) entries that are new in the request's row. None, with nothing changed, if there are too
+            few pages.
 
         Raises:
             ValueError: `num_tokens` is no number of tokens, or a page of `hit` is not cached any more.
@@ -117,9 +109,7 @@ class KVPageManager:
         if chain is not None:
             self._check_chain("allocate", chain)
         if chain and self.pool.keys_of(shared) != chain.between((), 0, len(shared) * self.page_size):
-            raise ValueError(
-                "allocate: hit must be what lookup returns now, got pages that are cached for other tokens"
-            )
+            raise ValueError("allocate: hit must be what lookup returns now, got pages cached for other tokens")
         self.pool.hold_all(shared)
         fresh = self.pool.allocate(self._missing(request, num_tokens, len(shared))) or []
         if record is None:

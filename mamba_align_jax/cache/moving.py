@@ -23,12 +23,9 @@ class Entries(NamedTuple):
 
 
 def entries_of_prefix(cache: HybridCache, tokens: Sequence[int], salt: bytes = b"") -> Entries:
-    """Returns the states that are cached of a prefix, and its pages up to the last of them.
+    """Returns the states that are cached of a prefix under a salt, and its pages up to the last of them.
 
-    Args:
-        cache: The cache.
-        tokens: The prefix. A state after all of its tokens counts as well.
-        salt: Only what was published under this salt is found.
+    A state after all of its tokens counts as well.
     """
     chain, size, page_size = HashChain(cache.kv.page_size, salt), cache.states.block_size, cache.kv.page_size
     pages = cache.kv.lookup(tokens, chain)
@@ -62,11 +59,8 @@ class Admission:
     ) -> None:
         """Holds those entries that are cached already, and allocates the others, which evicts as usual.
 
-        Args:
-            cache: The cache.
-            page_keys: Different keys, in the order in which the pages are to be evicted.
-            state_keys: The same for states. All of them are among `page_keys`.
-            is_prefix: Whether the entries are those of one prefix. Pages after its last state are then left out.
+        Keys are in the order in which their entries are to be evicted. Those of states are among those of pages. With
+        `is_prefix` the entries are those of one prefix: pages after its last state are left out.
         """
         pages = _fitting(cache.kv.pool, page_keys)
         kept = set(pages)
@@ -76,7 +70,7 @@ class Admission:
         # Pages first: when a page is evicted, the state with the same key becomes free.
         log = cache.log
         self._pages = _Claim(cache.kv.pool, pages, None if log is None else log.import_page)
-        self._states = _Claim(cache.states.pool, states, None if log is None else log.import_state)
+        self._states = _Claim(cache.states.pool, states, None if log is None else log.store_state)
         self.pages = self._pages.places(page_keys)
         self.states = self._states.places(state_keys)
         self.length, self.num_states = len(pages), len(states)

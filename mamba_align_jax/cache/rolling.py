@@ -15,7 +15,6 @@ class RollingBoundaries:
     """
 
     def __init__(self) -> None:
-        """Makes a record of no boundary."""
         self.kept: dict[bytes, set[Hashable]] = {}
         self.left: dict[Hashable, bytes] = {}
 

@@ -1,11 +1,9 @@
 """The steps of a request as a cache sees them: their counts, the hit on which it enters, what they write and leave."""
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.align.columns import column_of, last_boundary
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain, HashMemo
@@ -84,14 +82,7 @@ def chain_of(chain: HashChain | None, block_size: int, salt: bytes, memo: HashMe
 
 
 def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens: int, num_drafts: int) -> None:
-    """Checks the counts of a step: see `StateBlockManager.allocate`.
-
-    Args:
-        max_drafts: The largest number of drafts in a step.
-        min_computed: The smallest number of tokens that may have been computed before it.
-        max_computed: The largest such number.
-        num_tokens: The number of tokens in the step, drafts included.
-        num_drafts: How many of them are drafts.
+    """Checks the counts of a step of at most `max_drafts` drafts: see `StateBlockManager.allocate`.
 
     Raises:
         ValueError: A count is no int of Python, or the counts are not those of a step.
@@ -118,15 +109,10 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
 
 
 def check_computed(record: Holder | None, min_computed: int, max_computed: int) -> None:
-    """Checks that a step's counts of computed tokens cover what the steps before it may have left.
-
-    Args:
-        record: The request, or None if it enters.
-        min_computed: The smallest number of tokens that may have been computed before the step.
-        max_computed: The largest such number.
+    """Checks that a step's counts of computed tokens cover what a request's earlier steps may have left.
 
     Raises:
-        ValueError: They don't.
+        ValueError: They don't. A request that enters, whose record is None, may have any counts.
     """
     if record is None:
         return
@@ -140,81 +126,8 @@ def check_computed(record: Holder | None, min_computed: int, max_computed: int) 
         )
 
 
-def columns_of_step(
-    block_size: int,
-    max_drafts: int,
-    min_computed: int,
-    max_computed: int,
-    num_tokens: int,
-    *,
-    interior: bool = False,
-    drafts_have_columns: bool = True,
-) -> range:
-    """Returns the columns that a step may write. `max_drafts` is 0 for a row without drafts; see `check_step`.
-
-    A row with drafts may save any boundary that it passes. Other rows write only their running column, and with
-    `interior` also the columns of the boundaries inside them. With `drafts_have_columns` false, as under policy
-    "deferred", the states after drafts are not written.
-    """
-    passes = max_drafts > 0 or (interior and num_tokens > 0)
-    first = min_computed // block_size if passes else column_of(min_computed + num_tokens, block_size)
-    own = max_drafts if drafts_have_columns else 0
-    return range(first, column_of(max_computed + num_tokens, block_size) + 1 + own)
-
-
-def boundaries_of_step(block_size: int, before: int, certain: int, computed: int, *, interior: bool = False) -> range:
-    """Returns the boundaries whose states a step leaves in their columns, in rising order.
-
-    Args:
-        block_size: Tokens between boundaries.
-        before: The tokens computed before the step.
-        certain: The tokens that stay computed if all drafts are rejected.
-        computed: The tokens that count as computed after it.
-        interior: True if the boundaries between `before` and `certain` are kept too, as in mode "all".
-    """
-    first = max(before + 1 if interior else certain, 1)
-    return range(-(-first // block_size) * block_size, computed + 1, block_size)
-
-
-def first_column_to_keep(
-    block_size: int,
-    committed: int,
-    in_flight: Iterable[Step],
-    *,
-    interior: bool = False,
-    fold_length: int | None = None,
-) -> int:
-    """Returns the first column that a step which is not dispatched yet may read or write.
-
-    Args:
-        block_size: Tokens per column.
-        committed: The tokens computed as far as the host has read results.
-        in_flight: The steps whose results are unread, the oldest first. The newest was dispatched.
-        interior: True in mode "all". It then goes past the oldest steps if they were offered to the cache: what they
-            leave is certain, and what others can use of it is findable already.
-        fold_length: Tokens of a fold group under policy "deferred". The state at the base is then read until the next
-            group is complete. Steps that were offered to the cache move the base to their end, so it goes past them, too.
-    """
-    first = committed // block_size
-    if fold_length is not None:
-        first = column_of(last_boundary(committed, fold_length), block_size)
-    for step in in_flight if interior or fold_length is not None else ():
-        if not step.offered:
-            break
-        committed += step.num_tokens
-        first = max(first, column_of(committed, block_size))
-    return first
-
-
 def check_hit(hit: Hit | None, held: dict[int, int], pool: BlockPool, min_computed: int, max_computed: int) -> None:
     """Checks that a request enters after the tokens of its hit, and that the hit's blocks are still cached for them.
-
-    Args:
-        hit: What `StateBlockManager.lookup` returned.
-        held: The hit's blocks that the request will hold, by column.
-        pool: The pool of these blocks.
-        min_computed: The smallest number of tokens that may have been computed before the request's step.
-        max_computed: The largest such number.
 
     Raises:
         ValueError: The request does not enter there, or a block is not cached any more, or for other tokens.

@@ -337,9 +337,9 @@ def test_deferred_boundaries_are_lost_with_a_reset():
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("fold_length must be a divisor of block_size = 4, got 3", dict(fold_length=3)),
+        ("fold_length must divide block_size = 4 under policy 'deferred', got 3", dict(fold_length=3)),
         (
-            "fold_length must be more than 2 \\* num_speculative_tokens = 4, got 4",
+            "fold_length must be more than 2 \\* num_speculative_tokens = 4 under policy 'deferred', got 4",
             dict(fold_length=4, num_speculative_tokens=2),
         ),
         ("fold_length must be at least 1, got 0", dict(fold_length=0)),
