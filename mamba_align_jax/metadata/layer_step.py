@@ -45,15 +45,9 @@ class TokenPages:
         return PageIndices(layer=layer, page=self.kv_page, offset=self.kv_offset)
 
     def put(self, pool: jax.Array, layer: jax.Array, values: jax.Array) -> jax.Array:
-        """Writes each token's key, or its value, to its page.
+        """Writes each token's key, or its value, [tokens, heads, dim], to its page, and returns the updated pool.
 
-        Args:
-            pool: Pages of all layers, [layers, pages, page_size, heads, dim]. `pool` is donated.
-            layer: Index of the layer. int32 scalar
-            values: What is written. [tokens, heads, dim]
-
-        Returns:
-            The updated pool.
+        `pool` has the pages of all layers, [layers, pages, page_size, heads, dim]. It is donated.
         """
         return pool.at[layer, self.kv_page, self.kv_offset].set(values.astype(pool.dtype), mode="drop")
 
@@ -158,18 +152,13 @@ class LayerStep:
         tokens: tuple[jax.Array, ...],
         pools: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
-        """Runs a function for each kind of rows: `f(rows, *tokens, *pools) -> (outputs, *pools)`.
+        """Runs a function for each kind of rows, `f(rows, *tokens, *pools) -> (outputs, *pools)`: see `RowSplit.apply`.
 
-        `rows` are those of this layer, with the blocks of its group, and the prefill rows with their chunks.
-
-        Args:
-            decode: Runs the decode and verify rows.
-            prefill: Runs the prefill rows.
-            tokens: Arrays whose first axis is the packed tokens.
-            pools: Arrays that both functions take and return.
+        `rows` are those of this layer, with the blocks of its group, and the prefill rows with their chunks. The first
+        axis of `tokens` is the packed tokens.
 
         Returns:
-            The outputs of all tokens in packed order, followed by the pools. See `RowSplit.apply`.
+            The outputs of all tokens in packed order, followed by the pools.
         """
 
         def run(function: Callable[..., tuple[jax.Array, ...]], chunks: Chunks | None) -> Any:

@@ -62,7 +62,6 @@ class RowSplit:
         prefill: Callable[..., tuple[jax.Array, ...]],
         tokens: tuple[jax.Array, ...],
         carry: tuple[jax.Array, ...],
-        num_decode_tokens: int | None = None,
     ) -> tuple[jax.Array, ...]:
         """Runs a function for each kind of rows: `f(rows, *tokens, *carry) -> (outputs, *carry)`, with `Rows`.
 
@@ -74,13 +73,10 @@ class RowSplit:
             prefill: Runs the prefill rows.
             tokens: Arrays whose first axis is the packed tokens.
             carry: Arrays that both functions take and return, such as pools.
-            num_decode_tokens: Replaces the bound of the same name, if it is not None.
 
         Returns:
             The outputs of all tokens in packed order, followed by the carry.
         """
-        if num_decode_tokens is not None:
-            return replace(self, num_decode_tokens=num_decode_tokens).apply(decode, prefill, tokens, carry)
         num_tokens = tokens[0].shape[0]
         if self.prefill.num_rows == 0:
             return decode(self.decode, *tokens, *carry)

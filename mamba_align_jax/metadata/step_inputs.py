@@ -10,10 +10,10 @@ from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
 from mamba_align_jax.metadata.interior import InteriorBoundaries
 from mamba_align_jax.metadata.layer_step import LayerStep, TokenPages
-from mamba_align_jax.metadata.positions import token_positions
 from mamba_align_jax.metadata.rows import RowSplit, split_rows
 from pallas_kernels import Chunks, Implementation, Rows
 from pallas_kernels.rows import TokenRows
+from pallas_kernels.rows import token_rows as rows_of_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -82,13 +82,14 @@ def step_inputs(
     page_size = values.integer("step_inputs: page_size", page_size, 1)
     num_pages = values.integer("step_inputs: num_pages", num_pages, 1)
     rows = split_rows(batch, indices, num_decode_rows, num_decode_tokens, interior)
-    tokens = token_positions(batch.query_start_loc, indices.num_computed_tokens, num_tokens, token_rows)
+    tokens = token_rows or rows_of_tokens(batch.query_start_loc, num_tokens)
+    positions = jnp.where(tokens.valid, indices.num_computed_tokens[tokens.row] + tokens.offset, 0)
     slots = jnp.maximum(batch.idx_mapping, 0)
-    page = page_tables[slots[tokens.row], tokens.position // page_size]
+    page = page_tables[slots[tokens.row], positions // page_size]
     pages = TokenPages(
-        positions=tokens.position,
+        positions=positions,
         kv_page=jnp.where(tokens.valid, page, num_pages),
-        kv_offset=tokens.position % page_size,
+        kv_offset=positions % page_size,
         page_tables=page_tables,
         slots=slots,
     )
@@ -122,25 +123,21 @@ def single_token_inputs(
     row = jnp.arange(count, dtype=jnp.int32)
     slots = row if slots is None else slots
     page = page_table.at[slots, number].get(mode="fill", fill_value=num_pages)
-    no_block = jnp.zeros((1, count), jnp.int32)
-    decode = Rows(
-        query_start_loc=jnp.arange(count + 1, dtype=jnp.int32),
-        num_computed_tokens=position,
-        read=no_block,
-        window_read=no_block,
-        window_row=no_block[0],
-        write=no_block[..., None],
-        max_query_tokens=1,
-    )
-    no_rows = Rows(
-        query_start_loc=decode.query_start_loc[:1],
-        num_computed_tokens=position[:0],
-        read=no_block[:, :0],
-        window_read=no_block[:, :0],
-        window_row=no_block[0, :0],
-        write=no_block[:, :0, None],
-    )
-    rows = RowSplit(decode=decode, prefill=no_rows, first_prefill_token=row[0] + count, num_decode_tokens=count)
+
+    def single_token_rows(count: int) -> Rows:
+        no_block = jnp.zeros((1, count), jnp.int32)
+        return Rows(
+            query_start_loc=jnp.arange(count + 1, dtype=jnp.int32),
+            num_computed_tokens=position[:count],
+            read=no_block,
+            window_read=no_block,
+            window_row=no_block[0],
+            write=no_block[..., None],
+            max_query_tokens=1,
+        )
+
+    decode, prefill = single_token_rows(count), single_token_rows(0)
+    rows = RowSplit(decode=decode, prefill=prefill, first_prefill_token=row[0] + count, num_decode_tokens=count)
     pages = TokenPages(
         positions=position,
         kv_page=jnp.where(alive, page, num_pages),

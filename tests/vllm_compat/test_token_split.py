@@ -1,4 +1,4 @@
-"""Packed tokens are separated by kind, and have positions, as in loops over rows and tokens."""
+"""Packed tokens are separated by kind, and find their rows, as in loops over rows and tokens."""
 
 import functools
 
@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_align_jax.metadata.positions import packed_tokens, token_positions
 from mamba_align_jax.vllm_compat.token_split import split_tokens
+from pallas_kernels.rows import token_rows
 
 ROWS, TOKENS = 6, 32
 # (tokens, computed, is_verify). One program runs all batches; the rest of the bucket is padding.
@@ -77,25 +77,14 @@ def test_the_worked_example():
     np.testing.assert_array_equal(merged[:12], [0, 10, 20, -3, -4, -5, -6, -7, 80, 90, 100, 0])
 
 
-positions_on_device = jax.jit(lambda loc, computed: token_positions(loc, computed, TOKENS))
-packed_on_device = jax.jit(lambda *arrays: packed_tokens(*arrays, TOKENS))
+rows_on_device = jax.jit(lambda loc: token_rows(loc, TOKENS))
 
 
 @given(BATCHES)
 @settings(max_examples=100, deadline=None)
-def test_positions_and_back(batch):
-    loc, computed, _, _ = pack(batch)
-    found = jax.tree.map(np.asarray, positions_on_device(loc, computed))
-    places = {}
-    for row, (length, first, _) in enumerate(batch):
-        for n in range(length):
-            places[row, first + n] = loc[row] + n
-    for (row, position), token in places.items():
-        assert (found.row[token], found.position[token], found.valid[token]) == (row, position, True)
-    assert not found.valid[len(places) :].any()
-    assert not found.position[len(places) :].any()
-
-    row, position = (x.astype(np.int32).ravel() for x in np.mgrid[:ROWS, -1:28])
-    wanted = [places.get(place, TOKENS) for place in zip(row, position, strict=True)]
-    np.testing.assert_array_equal(packed_tokens(loc, computed, row, position, TOKENS), wanted)
-    np.testing.assert_array_equal(packed_on_device(loc, computed, row, position), wanted)
+def test_every_token_finds_its_row_and_its_offset(batch):
+    loc, _, _, _ = pack(batch)
+    found = jax.tree.map(np.asarray, rows_on_device(loc))
+    wanted = [(row, n) for row, (length, _, _) in enumerate(batch) for n in range(length)]
+    assert list(zip(found.row, found.offset, strict=True))[: len(wanted)] == wanted
+    np.testing.assert_array_equal(found.valid, np.arange(TOKENS) < len(wanted))
