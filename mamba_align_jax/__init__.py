@@ -64,69 +64,47 @@ if TYPE_CHECKING:
     from mamba_align_jax.metadata.step_inputs import StepInputs as StepInputs
     from mamba_align_jax.metadata.step_inputs import step_inputs as step_inputs
 
-_PUBLIC = {
-    "AlignConfig": "align.config",
-    "ConvState": "align.config",
-    "GroupSpec": "align.config",
-    "RecurrentState": "align.config",
-    "DeltaRuleRing": "align.ring",
-    "Mamba2Ring": "align.ring",
-    "Corrections": "align.corrections",
-    "correct_counts": "align.corrections",
-    "fold_slots": "align.deferred",
-    "StatePool": "align.pool",
-    "Additions": "align.state",
-    "AlignState": "align.state",
-    "add_requests": "align.state",
-    "BlockTables": "align.tables",
-    "TableUpdates": "align.tables",
-    "update_block_tables": "align.tables",
-    "StepBatch": "align.batch",
-    "StepChecker": "align.checked",
-    "CopyPlan": "align.step",
-    "StepIndices": "align.step",
-    "begin_step": "align.step",
-    "finish_step": "align.step",
-    "migrate": "align.step",
-    "LayerStep": "metadata.layer_step",
-    "Mixer": "layers.mixer",
-    "Rows": "metadata.rows",
-    "RowSplit": "metadata.rows",
-    "split_rows": "metadata.rows",
-    "Hit": "cache.state_blocks",
-    "StateBlockManager": "cache.state_blocks",
-    "next_chunk_end": "cache.split",
-    "KVPages": "kv",
-    "KVSpec": "kv",
-    "StepInputs": "metadata.step_inputs",
-    "TokenPages": "metadata.layer_step",
-    "step_inputs": "metadata.step_inputs",
-    "InteriorBoundaries": "metadata.interior",
-    "interior_boundaries": "metadata.interior",
-    "Allocation": "cache.hybrid",
-    "Checkpoints": "cache.checkpoints",
-    "HashChain": "cache.hashing",
-    "HybridCache": "cache.hybrid",
-    "HybridHit": "cache.hybrid",
-    "KVPageManager": "cache.kv_pages",
-    "AsyncEngine": "engine.running.async_engine",
-    "Engine": "engine.running.engine",
-    "EngineConfig": "engine.config",
-    "Grammar": "engine.grammar",
-    "RequestOutput": "engine.scheduling.request",
-    "RequestUpdate": "engine.scheduling.request",
-    "SamplingParams": "engine.config",
+# The public names of each module.
+_NAMES = {
+    "align.batch": ("StepBatch",),
+    "align.checked": ("StepChecker",),
+    "align.config": ("AlignConfig", "ConvState", "GroupSpec", "RecurrentState"),
+    "align.corrections": ("Corrections", "correct_counts"),
+    "align.deferred": ("fold_slots",),
+    "align.pool": ("StatePool",),
+    "align.ring": ("DeltaRuleRing", "Mamba2Ring"),
+    "align.state": ("Additions", "AlignState", "add_requests"),
+    "align.step": ("CopyPlan", "StepIndices", "begin_step", "finish_step", "migrate"),
+    "align.tables": ("BlockTables", "TableUpdates", "update_block_tables"),
+    "cache.checkpoints": ("Checkpoints",),
+    "cache.hashing": ("HashChain",),
+    "cache.hybrid": ("Allocation", "HybridCache", "HybridHit"),
+    "cache.kv_pages": ("KVPageManager",),
+    "cache.split": ("next_chunk_end",),
+    "cache.state_blocks": ("Hit", "StateBlockManager"),
+    "engine.config": ("EngineConfig", "SamplingParams"),
+    "engine.grammar": ("Grammar",),
+    "engine.running.async_engine": ("AsyncEngine",),
+    "engine.running.engine": ("Engine",),
+    "engine.scheduling.request": ("RequestOutput", "RequestUpdate"),
+    "kv": ("KVPages", "KVSpec"),
+    "layers.mixer": ("Mixer",),
+    "metadata.interior": ("InteriorBoundaries", "interior_boundaries"),
+    "metadata.layer_step": ("LayerStep", "TokenPages"),
+    "metadata.rows": ("RowSplit", "Rows", "split_rows"),
+    "metadata.step_inputs": ("StepInputs", "step_inputs"),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted(_PUBLIC)
+__all__ = sorted(_MODULE_OF)
 
 
 if not TYPE_CHECKING:  # to a type checker every name would be one of this package
 
     def __getattr__(name: str) -> Any:
-        if name not in _PUBLIC:
+        if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -9,10 +9,8 @@ from typing import Any, get_args
 def option(default: Any, about: str, choices: Collection[str] = ()) -> Any:
     """Returns a field of a dataclass that is an option, too.
 
-    Args:
-        default: The field's default.
-        about: What the field is, in the words of the class's docstring.
-        choices: The texts that it may be; empty for any.
+    `about` says what it is, in the words of the class's docstring. `choices` are the texts that it may be; empty for
+    any.
     """
     return field(default=default, metadata={"about": about, "choices": tuple(choices)})
 
@@ -20,13 +18,9 @@ def option(default: Any, about: str, choices: Collection[str] = ()) -> Any:
 def add_fields(
     group: argparse._ArgumentGroup, kind: type, prefix: str = "", defaults: Mapping[str, Any] | None = None
 ) -> None:
-    """Adds an option for each field that `option` made.
+    """Adds an option for each field of the dataclass `kind` that `option` made. Their names begin with `prefix`.
 
-    Args:
-        group: Where they are added.
-        kind: The dataclass.
-        prefix: What the options' names begin with.
-        defaults: Defaults that differ from those of the fields, by the fields' names.
+    `defaults` are those that differ from the fields' own, by the fields' names.
     """
     for item in _options_of(kind):
         default = (defaults or {}).get(item.name, item.default)

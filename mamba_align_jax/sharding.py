@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 from mamba_align_jax.align.config import ConvState, GroupSpec, RecurrentState
 from mamba_align_jax.align.pool import StatePool
-from mamba_align_jax.align.ring import Ring
 from mamba_align_jax.kv import KVPages
 
 AXIS = "tensor"
@@ -65,12 +64,8 @@ def columns(parts: Sequence[Part], devices: int) -> np.ndarray:
 
     For [q | k] and two devices, the order is [first half of q | first half of k | second half of q | second half of k].
 
-    Args:
-        parts: The parts, in the order in which they lie side by side.
-        devices: Number of devices.
-
     Returns:
-        Indices into the columns of all parts. int32 [columns of all devices]
+        Indices into the columns of all parts, which lie side by side. int32 [columns of all devices]
 
     Raises:
         ValueError: the number of a part's heads is not a multiple of the number of devices.
@@ -98,9 +93,7 @@ def _state(state: ConvState | RecurrentState) -> Any:
 def pool_partition(groups: Sequence[GroupSpec], *, deferred: bool = False) -> StatePool:
     """Returns a PartitionSpec for each array: by channels for windows and for states of one head, else by heads.
 
-    Args:
-        groups: The groups of the whole model.
-        deferred: Whether the policy is "deferred", under which a pool has rings: see `ring_partition`.
+    With `deferred` the policy is "deferred", under which a pool has rings: see `ring_partition`.
     """
     rings: Any = ring_partition(groups) if deferred else None
     return StatePool(states=tuple(tuple(map(_state, group.states)) for group in groups), rings=rings)
@@ -114,14 +107,9 @@ def ring_partition(groups: Sequence[GroupSpec]) -> tuple[tuple[P, ...], ...]:
 
 
 def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh, *, deferred: bool = False) -> StatePool:
-    """Returns a sharding for each array, for `StatePool.create(sharding=)`.
+    """Returns a sharding for each array, for `StatePool.create(sharding=)`. With `deferred` the pool has rings.
 
     The channels of windows are in the order that `columns` gives, because each device's channels lie side by side.
-
-    Args:
-        groups: The groups of the whole model.
-        mesh: A mesh with an axis "tensor".
-        deferred: Whether the policy is "deferred", under which a pool has rings.
 
     Raises:
         ValueError: the number of heads or channels is not a multiple of the number of devices, or the mesh has no axis
@@ -129,9 +117,10 @@ def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh, *, deferred: bool = F
     """
     size = devices(mesh)
     for group in groups:
-        if deferred and group.ring is not None:
-            _check_ring(group, group.ring, size)
-    for group in groups:
+        # The number of heads of a ring does not depend on the length of a fold group.
+        for shape, _ in group.ring.arrays(1) if deferred and group.ring is not None else ():
+            if shape[0] % size:
+                raise ValueError(f"{group.name!r}: heads of a ring must be a multiple of {size} devices, got {shape}")
         for state in group.states:
             shape = state.block_shape(0)
             axis = _state(state).index(AXIS) - 2
@@ -140,18 +129,7 @@ def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh, *, deferred: bool = F
                     f"{group.name!r}: heads and channels must be a multiple of {size} devices, got {shape}"
                 )
     partition = pool_partition(groups, deferred=deferred)
-    return jax.tree.map(functools.partial(NamedSharding, mesh), partition, is_leaf=_is_spec)
-
-
-def _check_ring(group: GroupSpec, ring: Ring, size: int) -> None:
-    # The number of heads does not depend on the length of a fold group.
-    for shape, _ in ring.arrays(1):
-        if shape[0] % size:
-            raise ValueError(f"{group.name!r}: heads of a ring must be a multiple of {size} devices, got {shape}")
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
+    return jax.tree.map(functools.partial(NamedSharding, mesh), partition, is_leaf=lambda x: isinstance(x, P))
 
 
 @dataclass(frozen=True)
@@ -181,10 +159,8 @@ class Layout:
     def run(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
         """Returns a function that runs `function` on every device, over the device's shares of the arguments.
 
-        Args:
-            function: The code of one device.
-            in_specs: A PartitionSpec for each array of the arguments.
-            out_specs: A PartitionSpec for each array of the result. Where it is P(), all devices must compute the same.
+        There is a PartitionSpec for each array of the arguments and of the result. Where it is P(), all devices must
+        compute the same.
         """
 
         def run(*arguments: Any) -> Any:

@@ -124,7 +124,7 @@ def test_type_checkers_read_the_names_that_resolve_on_first_use():
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     seen = {alias.asname: f"{node.module}:{alias.name}" for node in block.body for alias in node.names}
     resolved = {name: getattr(mamba_align_jax, name) for name in mamba_align_jax.__all__}
-    assert seen == {name: f"mamba_align_jax.{mamba_align_jax._PUBLIC[name]}:{name}" for name in resolved}
+    assert seen == {name: f"mamba_align_jax.{mamba_align_jax._MODULE_OF[name]}:{name}" for name in resolved}
 
 
 def test_both_packages_say_that_they_are_typed():

@@ -11,19 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import (
-    RowCheckpoints,
-    Rows,
-    Run,
-    causal_conv1d_prefill,
-    causal_conv1d_update,
-    chunk_rows,
-    gated_delta_rule_gates,
-    gated_delta_rule_prefill,
-    gated_delta_rule_recurrent,
-    state_copy,
-)
-from pallas_kernels.dispatch import Implementation
+import pallas_kernels as ops
+from pallas_kernels import Implementation, RowCheckpoints, Rows, Run
 
 
 class BlockRows(NamedTuple):
@@ -108,7 +97,7 @@ def delta_rule_step(
     """
     query_start_loc, block = rows.query_start_loc.astype(jnp.int32), rows.block.astype(jnp.int32)
     read = block if rows.fresh is None else jnp.where(rows.fresh, 0, block)
-    convolve = causal_conv1d_update if decode else causal_conv1d_prefill
+    convolve = ops.causal_conv1d_update if decode else ops.causal_conv1d_prefill
     # Each row's own window is written to `last`, and a verify row's windows after its other tokens are its checkpoints.
     last, token_blocks = block, rows.token_blocks
     checkpoints = None
@@ -133,24 +122,22 @@ def delta_rule_step(
     keys = (qkv.shape[1] - heads * value_dim) // 2
     q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=1)
     q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
-    g, beta = gated_delta_rule_gates(a, b, weights.A_log, weights.dt_bias)
+    g, beta = ops.gated_delta_rule_gates(a, b, weights.A_log, weights.dt_bias)
     beta = beta if sigmoid_b else b.astype(jnp.float32)
     if decode or token_blocks is not None:
-        op, where = (
-            gated_delta_rule_recurrent,
-            replace(where, write=where.write if token_blocks is None else token_blocks),
-        )
+        op = ops.gated_delta_rule_recurrent
+        where = replace(where, write=where.write if token_blocks is None else token_blocks)
     else:
         if rows.num_computed_tokens is None:
             raise ValueError("rows.num_computed_tokens must be the positions of a prefill step's rows, got None")
-        chunks = chunk_rows(query_start_loc, rows.num_computed_tokens.astype(jnp.int32), qkv.shape[0])
-        op, where = gated_delta_rule_prefill, replace(where, chunks=chunks)
+        chunks = ops.chunk_rows(query_start_loc, rows.num_computed_tokens.astype(jnp.int32), qkv.shape[0])
+        op, where = ops.gated_delta_rule_prefill, replace(where, chunks=chunks)
     out, state_pool = op(q, k, v, g, beta, states[None], where, scale=scale, layout="KV", run=run)
     if rows.kept_block is not None:
         kept = rows.kept_block.astype(jnp.int32)
         source = block if rows.kept_source is None else rows.kept_source.astype(jnp.int32)
-        conv_pool = state_copy(conv_pool, source, kept, run=run)
-        state_pool = state_copy(state_pool, source, kept, run=run)
+        conv_pool = ops.state_copy(conv_pool, source, kept, run=run)
+        state_pool = ops.state_copy(state_pool, source, kept, run=run)
     return out, conv_pool[0], state_pool[0]
 
 
@@ -158,13 +145,7 @@ def window_checkpoints(token_blocks: Int[Array, "rows window"], length: Int[Arra
     """Names the windows that verify rows keep besides their last one, as checkpoints of `causal_conv1d_prefill`.
 
     A server with windows of width - 1 inputs keeps one after each token. Here a verify row has a longer window instead.
-
-    Args:
-        token_blocks: The block that receives the window after each of a row's tokens.
-        length: The number of each row's tokens, at most `window`.
-
-    Returns:
-        The checkpoints, or None if rows have one token.
+    `token_blocks` receive the window after each of a row's `length` tokens. If rows have one token the result is None.
     """
     rows, window = token_blocks.shape
     if window == 1:

@@ -77,15 +77,10 @@ def install(*, implementation: Implementation | None = None) -> None:
 
 
 def backends(implementation: Implementation | None = None) -> tuple[type, type]:
-    """Makes the backends of GDN and KDA layers, which are subclasses of sglang-jax's `LinearRecurrentAttnBackend`.
+    """Makes the backends of GDN and of KDA layers, which are subclasses of sglang-jax's `LinearRecurrentAttnBackend`.
 
-    Calls with the same argument return the same classes.
-
-    Args:
-        implementation: "xla" or "triton" for all ops. None lets each op choose.
-
-    Returns:
-        The classes for GDN and for KDA layers. They are constructed as sglang-jax's own ones are.
+    Calls with the same `implementation`, which is that of `install`, return the same classes. They are constructed as
+    sglang-jax's own ones are.
 
     Raises:
         ImportError: if sglang-jax cannot be imported.
@@ -139,7 +134,6 @@ def _backends(base: type, implementation: Implementation | None) -> tuple[type, 
         """Kimi delta attention: one decay per key channel, a convolution each for queries, keys and values."""
 
         def __init__(self, mesh: jax.sharding.Mesh | None = None) -> None:
-            """Keeps the mesh."""
             super().__init__(mesh=mesh)
 
         def __call__(self, q, k, v, a, b, layer, forward_batch, recurrent_state_pool, **kwargs):

@@ -13,17 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+import pallas_kernels as ops
 from mamba_align_jax.integrations.delta_rule_step import window_checkpoints
-from pallas_kernels import (
-    Rows,
-    Run,
-    causal_conv1d_prefill,
-    chunk_rows,
-    gated_delta_rule_gates,
-    gated_delta_rule_prefill,
-    gated_delta_rule_recurrent,
-)
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels import Implementation, Rows, Run
 
 # tpu-inference's null block, which is NULL_BLOCK here.
 _NULL = 0
@@ -57,15 +49,9 @@ def register(name: str = "mamba_align", *, implementation: Implementation | None
 
 
 def linear_attention_backend(implementation: Implementation | None = None) -> type:
-    """Makes the backend of gated delta nets, a subclass of tpu-inference's `LinearAttentionBackend`.
+    """Makes the backend of gated delta nets, a subclass of tpu-inference's `LinearAttentionBackend`, for `register`.
 
-    Calls with the same argument return the same class.
-
-    Args:
-        implementation: "xla" or "triton" for all ops. None lets each op choose.
-
-    Returns:
-        The class, which is constructed without arguments.
+    Calls with the same argument return the same class, which is constructed without arguments.
 
     Raises:
         ImportError: if tpu-inference cannot be imported.
@@ -211,19 +197,19 @@ def conv1d_gdn(
         write=last[:, None],
         checkpoints=checkpoints,
     )
-    qkv, windows = causal_conv1d_prefill(qkv, conv_state[None], conv_weight[:, 0].T, conv_bias, of_windows, run=run)
+    qkv, windows = ops.causal_conv1d_prefill(qkv, conv_state[None], conv_weight[:, 0].T, conv_bias, of_windows, run=run)
 
     q, k, v = jnp.split(qkv, [n_kq * d_k, 2 * n_kq * d_k], axis=1)
     q, k, v = q.reshape(-1, n_kq, d_k), k.reshape(-1, n_kq, d_k), v.reshape(-1, n_v, d_v)
-    inputs = q, k, v, *gated_delta_rule_gates(a, b, a_log, dt_bias)
+    inputs = q, k, v, *ops.gated_delta_rule_gates(a, b, a_log, dt_bias)
     # Each op gets the rows of the other kind without tokens.
     split = starts[distribution[0]]
     decode = Rows(query_start_loc=jnp.minimum(starts, split), layer=0, read=read, write=write)
-    out, states = gated_delta_rule_recurrent(*inputs, recurrent_state[None], decode, layout="KV", run=run)
+    out, states = ops.gated_delta_rule_recurrent(*inputs, recurrent_state[None], decode, layout="KV", run=run)
     loc = jnp.maximum(starts, split)
-    chunks = chunk_rows(loc, position, v.shape[0])
+    chunks = ops.chunk_rows(loc, position, v.shape[0])
     prefill = Rows(query_start_loc=loc, layer=0, read=read, write=slot[:, None], chunks=chunks)
-    out_prefill, states = gated_delta_rule_prefill(*inputs, states, prefill, layout="KV", run=run)
+    out_prefill, states = ops.gated_delta_rule_prefill(*inputs, states, prefill, layout="KV", run=run)
     out = jnp.where((jnp.arange(v.shape[0], dtype=jnp.int32) < split)[:, None, None], out, out_prefill)
     return (windows[0], states[0]), out.reshape(-1, n_v * d_v)
 

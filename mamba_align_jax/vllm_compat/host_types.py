@@ -18,17 +18,14 @@ class SchedulerOutput(Protocol):
     @property
     def finished_req_ids(self) -> Iterable[Hashable]:
         """Requests that finished or were aborted."""
-        ...
 
     @property
     def preempted_req_ids(self) -> Iterable[Hashable] | None:
         """Requests whose blocks were taken away."""
-        ...
 
     @property
     def resumed_req_ids(self) -> Iterable[Hashable]:
         """Requests that are in the batch again, with the computed tokens of a new prefix hit."""
-        ...
 
 
 class InputBatch(Protocol):
@@ -37,27 +34,22 @@ class InputBatch(Protocol):
     @property
     def req_ids(self) -> Sequence[Hashable]:
         """The requests' names, all distinct, at most `max_num_seqs` of them."""
-        ...
 
     @property
     def num_computed_tokens(self) -> Sequence[int]:
         """The exact number of tokens whose states exist before the step. Rejected drafts are not counted."""
-        ...
 
     @property
     def num_scheduled_tokens(self) -> Sequence[int]:
         """The number of tokens in the step, drafts included. 0 for a row that takes no part."""
-        ...
 
     @property
     def num_draft_tokens(self) -> Sequence[int]:
         """The number of draft tokens of a verify row, which has one token more. -1 for any other row."""
-        ...
 
     @property
     def block_rows(self) -> Sequence[Sequence[Sequence[int]]]:
         """The block of each column, per group and row. Entries that the step does not need may be stale or missing."""
-        ...
 
 
 class HostCopyPlan(NamedTuple):

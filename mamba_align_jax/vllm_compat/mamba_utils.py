@@ -22,15 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mamba_align_jax.align.columns import (
-    NULL_BLOCK,
-    accepted_after_save,
-    boundary_save,
-    certain_tokens,
-    column_of,
-    running_column,
-    tokens_after,
-)
+from mamba_align_jax.align import columns
+from mamba_align_jax.align.columns import NULL_BLOCK
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.policy import copy_free, pre_copy
 from mamba_align_jax.vllm_compat.host_types import HostCopyPlan, HostIndices, InputBatch, SchedulerOutput
@@ -47,10 +40,10 @@ class _RequestRow(NamedTuple):
 
     @property
     def certain(self) -> int:
-        return certain_tokens(self.computed, self.scheduled, max(self.drafts, 0))
+        return columns.certain_tokens(self.computed, self.scheduled, max(self.drafts, 0))
 
     def running_column(self, align: AlignConfig) -> int:
-        return running_column(self.computed, self.scheduled, align.state_block_size)
+        return columns.running_column(self.computed, self.scheduled, align.state_block_size)
 
 
 def _rows(function: str, align: AlignConfig, batch: InputBatch) -> list[_RequestRow]:
@@ -83,10 +76,15 @@ def _rows(function: str, align: AlignConfig, batch: InputBatch) -> list[_Request
         elif drafts >= 0 and scheduled not in (0, 1 + drafts):
             problem = f"a verify row with {drafts} drafts must have {1 + drafts} tokens, got {scheduled}"
         if problem:
-            raise ValueError(f"{function}: request {req_id!r}: {problem}")
+            raise _wrong_row(function, req_id, problem)
         seen.add(req_id)
         rows.append(_RequestRow(index, req_id, computed, scheduled, drafts))
     return rows
+
+
+def _wrong_row(function: str, req_id: Hashable, problem: str) -> ValueError:
+    """Returns the error for a row of the batch."""
+    return ValueError(f"{function}: request {req_id!r}: {problem}")
 
 
 def _counts(function: str, name: str, values: Sequence[int] | np.ndarray, rows: list[_RequestRow]) -> np.ndarray:
@@ -206,13 +204,11 @@ def preprocess_mamba(
                     f"{name}: request {row.req_id!r} enters: num_computed_tokens must be a multiple of "
                     f"{align.state_block_size}, got {row.computed}"
                 )
-            state_idx[row.req_id] = column_of(row.computed, align.state_block_size)
+            state_idx[row.req_id] = columns.column_of(row.computed, align.state_block_size)
             accepted[row.index] = 1
         if not 1 <= accepted[row.index] <= align.window:
-            raise ValueError(
-                f"{name}: request {row.req_id!r}: num_accepted_tokens must be in [1, {align.window}], "
-                f"got {accepted[row.index]}"
-            )
+            problem = f"num_accepted_tokens must be in [1, {align.window}], got {accepted[row.index]}"
+            raise _wrong_row(name, row.req_id, problem)
         if row.scheduled == 0:
             continue
         current = row.running_column(align)
@@ -266,7 +262,7 @@ def gather_state_indices(
             continue
         old, accepted = mamba_state_idx.get(row.req_id), int(all_accepted[row.index])
         if old is None and align.mode == "all":
-            old, accepted = column_of(row.computed, align.state_block_size), 1
+            old, accepted = columns.column_of(row.computed, align.state_block_size), 1
         if old is None:
             raise missing_state_idx(name, row.req_id)
         current = row.running_column(align)
@@ -322,19 +318,18 @@ def postprocess_mamba(
             continue
         max_sampled = 1 + max(row.drafts, 0)
         if not 0 <= sampled[row.index] <= max_sampled:
-            raise ValueError(
-                f"{name}: request {row.req_id!r}: num_sampled must be in [0, {max_sampled}], got {sampled[row.index]}"
-            )
+            problem = f"num_sampled must be in [0, {max_sampled}], got {sampled[row.index]}"
+            raise _wrong_row(name, row.req_id, problem)
         count = accepted[row.index] = max(int(sampled[row.index]), 1)
         if align.mode == "all":
             continue
         column = row.running_column(align)
         if mamba_state_idx.get(row.req_id) != column:
             raise missing_state_idx(name, row.req_id)
-        save = boundary_save(row.certain, tokens_after(row.certain, count), align.state_block_size)
+        save = columns.boundary_save(row.certain, columns.tokens_after(row.certain, count), align.state_block_size)
         if save.passed:
             collect_mamba_copy_meta(plan, input_batch, row.index, column, save.target, save.offset)
-        accepted[row.index] = accepted_after_save(count, save.passed, save.target, column)
+        accepted[row.index] = columns.accepted_after_save(count, save.passed, save.target, column)
     if align.mode == "all":
         postprocess_mamba_all(align, input_batch, mamba_state_idx, num_published_tokens)
     return plan, accepted
@@ -375,13 +370,11 @@ def postprocess_mamba_all(
     live = [row for row in rows if row.scheduled > 0]
     for row in live:
         if row.drafts >= 0 and row.scheduled != align.window:
-            raise ValueError(
-                f"{name}: request {row.req_id!r}: a verify row must have {align.window} tokens, got {row.scheduled}"
-            )
+            problem = f"a verify row must have {align.window} tokens, got {row.scheduled}"
+            raise _wrong_row(name, row.req_id, problem)
         if row.drafts >= 0 and published[row.index]:
-            raise ValueError(
-                f"{name}: request {row.req_id!r}: a verify row must publish no boundary, got {published[row.index]}"
-            )
+            problem = f"a verify row must publish no boundary, got {published[row.index]}"
+            raise _wrong_row(name, row.req_id, problem)
     for row in live:
         if row.drafts >= 0:
             mamba_state_idx[row.req_id] = row.running_column(align)

@@ -193,7 +193,6 @@ class AcceptedTokens:
     """Keeps what each request accepted in its last step, across batches of other orders and other requests."""
 
     def __init__(self) -> None:
-        """Starts without any request."""
         self._known: dict[Hashable, int] = {}
         self._coming: tuple[tuple[Hashable, ...], jax.Array | np.ndarray] | None = None
 
