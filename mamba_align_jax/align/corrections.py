@@ -49,9 +49,9 @@ class Corrections:
             ValueError: An entry is wrong. The text names it.
         """
         given = bucket, slots, num_computed_tokens, align.max_model_len + 1
-        bucket, slots, computed = entries_from_host("Corrections", align, *given)
+        bucket, found, computed = entries_from_host("Corrections", align, *given)
         padded = np.full((2, bucket), -1, np.int32)
-        padded[:, : len(slots)] = slots, computed
+        padded[:, : len(found)] = found, computed
         slot, counts = map(put, padded)
         return cls(slot=slot, num_computed_tokens=counts)
 

@@ -117,9 +117,9 @@ class Additions:
             ValueError: An entry is wrong. The text names it.
         """
         given = bucket, slots, num_computed_tokens, align.max_model_len
-        bucket, slots, computed = entries_from_host("Additions", align, *given)
+        bucket, found, computed = entries_from_host("Additions", align, *given)
         padded = np.full((3, bucket), -1, np.int32)
-        padded[:, : len(slots)] = slots, computed, column_of(computed, align.state_block_size)
+        padded[:, : len(found)] = found, computed, column_of(computed, align.state_block_size)
         slot, computed, column = map(put, padded)
         return cls(slot=slot, num_computed_tokens=computed, running_column=column)
 
