@@ -39,9 +39,12 @@ class Chain:
         self._steps: tuple[GatedNorm | Product | Norm | Experts | Convolution, ...] = ()
         self._total: jax.Array | None = None
 
-    def gated_norm(self, norm: GatedNorm) -> "Chain":
-        """Adds a gated norm, which is the first step, and which a product follows: see `GatedNorm`."""
-        self._steps += (norm,)
+    def add(self, step: GatedNorm | Experts | Convolution) -> "Chain":
+        """Adds a gated norm, a mixture of experts or a convolution.
+
+        A gated norm is the first step, and a product follows it. A convolution is the last step and follows a product.
+        """
+        self._steps += (step,)
         return self
 
     def product(self, weight: jax.Array, *, is_gated: bool = False, axis: str | None = None) -> "Chain":
@@ -50,22 +53,12 @@ class Chain:
         self.axis = axis
         return self
 
-    def experts(self, experts: Experts) -> "Chain":
-        """Adds a mixture of experts: see `Experts`."""
-        self._steps += (experts,)
-        return self
-
     def norm(self, norm: Norm, residual: jax.Array | None = None) -> "Chain":
         """Adds a norm. The first one adds to `residual`, the residual stream, and each later one to the sum before."""
         if residual is not None:
             self._residual = residual
         self._steps += (replace(norm, over_devices=self.axis is not None),)
         self.axis = None
-        return self
-
-    def convolution(self, convolution: Convolution) -> "Chain":
-        """Adds a convolution, which is the last step and follows a product: see `Convolution`."""
-        self._steps += (convolution,)
         return self
 
     def launch(self, parts: tuple[int, ...] | None = None) -> Any:

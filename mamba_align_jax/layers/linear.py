@@ -98,7 +98,7 @@ class Linear(nnx.Module):
         Returns the parts and the updated pool of windows; or None if `x` is an array, or if the product cannot be a step.
         """
         chain = self._continued(x)
-        return None if chain is None else chain.convolution(convolution).launch(self.parts)
+        return None if chain is None else chain.add(convolution).launch(self.parts)
 
     def gated(self, x: Inputs) -> Inputs:
         """Computes silu(gate) * up of [tokens, in], where gate and up are the two parts. It continues a chain."""

@@ -196,7 +196,7 @@ class SharedExpertMoE(MixtureOfExperts):
         """Runs packed tokens: see `MixtureOfExperts`. It continues a chain."""
         if isinstance(x, Chain) and self.experts.axis is None:
             r, weights = self.routing, (self.gate.weight[...], self.experts.up[...], self.experts.down[...])
-            return x.experts(ExpertsStep(*weights, valid, r.top_k, r.shared, r.shared_gate, r.renormalise))
+            return x.add(ExpertsStep(*weights, valid, r.top_k, r.shared, r.shared_gate, r.renormalise))
         x = settled(x)
         return self.experts.routed_sums(x, self.gate.partial_sums(x, run), self.routing, valid=valid, run=run)
 

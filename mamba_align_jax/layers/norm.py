@@ -108,7 +108,7 @@ class GatedRMSNorm(nnx.Module):
         """
         begun = like(x, heads.reshape(gate.shape))
         if isinstance(begun, Chain):
-            return begun.gated_norm(self.step(gate))
+            return begun.add(self.step(gate))
         return self(heads, gate.reshape(heads.shape)).reshape(gate.shape)
 
 

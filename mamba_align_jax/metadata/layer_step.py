@@ -114,13 +114,7 @@ class LayerStep:
     ) -> "LayerStep":
         """Makes the value for layer 0 of group 0, in a step without attention layers. `at` makes those of other layers.
 
-        Args:
-            batch: The step's rows, decode and verify rows first.
-            indices: The result of `begin_step`.
-            num_decode_rows: Number of decode and verify rows, padding rows among them included. Static.
-            num_tokens: Number of packed tokens, padding included. Static.
-            implementation: Implementation of the ops; None chooses by platform.
-            interior: The boundaries inside the prefill rows, whose states they keep in mode "all"; None to keep none.
+        The arguments are those of `step_inputs`. `num_decode_rows` and `num_tokens` are static.
 
         Raises:
             ValueError: `num_decode_rows` or `num_tokens` is no whole number, or out of range.
