@@ -278,7 +278,7 @@ OF_OTHERS = {
         "request._check_token_based_finish",
         "runner._init_pools",
     },
-    "mamba_align_jax.processes.loss": {"os._exit"},
+    "mamba_align_jax.processes.group": {"os._exit"},
     # The type of what a public method returns.
     "mamba_align_jax._options": {"argparse._ArgumentGroup"},
     "mamba_align_jax.serve.command": {"argparse._ArgumentGroup"},

@@ -17,7 +17,7 @@ _LONGEST = 2**30
 # A host that is gone without a word is noticed after the first of these numbers of seconds, and then so many more as
 # the product of the other two.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-_NO_WORDS = np.zeros(0, np.int32)
+NO_WORDS = np.zeros(0, np.int32)
 
 
 class Message(NamedTuple):
@@ -38,7 +38,7 @@ class Connection:
     """A connection to another process. Several threads may send, and one may receive."""
 
     def __init__(self, connected: socket.socket) -> None:
-        """Takes a connected socket, which the connection closes."""
+        """Takes a connected socket, which `close` closes."""
         self._socket = connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -48,17 +48,10 @@ class Connection:
         self._file = connected.makefile("rb")
         self._lock = threading.Lock()
 
-    def send(self, name: str, *values: Any, words: np.ndarray = _NO_WORDS, timeout_s: float = -1) -> None:
-        """Sends a message.
+    def send(self, name: str, *values: Any, words: np.ndarray = NO_WORDS, timeout_s: float = -1) -> None:
+        """Sends the fields of a `Message`, or raises an OSError if the connection is lost.
 
-        Args:
-            name: What is said.
-            *values: Values that JSON can hold.
-            words: int32 [words].
-            timeout_s: Seconds to wait for a thread that is sending; -1 waits as long as it takes.
-
-        Raises:
-            OSError: The connection is lost.
+        `timeout_s` are the seconds to wait for a thread that is sending; -1 waits as long as it takes.
         """
         head, body = json.dumps([name, *values]).encode(), words.astype("<i4", copy=False).tobytes()
         message = _LENGTHS.pack(len(head), len(body)) + head + body
@@ -70,16 +63,10 @@ class Connection:
             self._lock.release()
 
     def receive(self, longest: int = _LONGEST, seconds: float | None = None) -> Message:
-        """Waits for a message.
+        """Waits for a message of at most `longest` bytes, all of which must have come within so many seconds.
 
-        Args:
-            longest: The bytes that it has at most.
-            seconds: Seconds in which all of it must have come; None waits as long as it takes. A number changes the time
-                that `set_timeout` has set.
-
-        Raises:
-            OSError: The connection is lost, or the time is over.
-            ValueError: What came is no message, or a longer one.
+        None waits as long as it takes. A number changes the time that `set_timeout` has set. An OSError says that the
+        connection is lost or the time is over, and a ValueError that what came is no message, or a longer one.
         """
         end = None if seconds is None else time.monotonic() + seconds
         lengths = _LENGTHS.unpack(self._read(_LENGTHS.size, end))

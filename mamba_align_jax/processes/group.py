@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import os
 import secrets
 import signal
 import socket
@@ -31,16 +32,16 @@ from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.errors import ProcessLostError
-from mamba_align_jax.processes.connection import FIRST_MESSAGE, Connection, Message
-from mamba_align_jax.processes.loss import end_process
+from mamba_align_jax.processes.connection import FIRST_MESSAGE, NO_WORDS, Connection, Message
 from mamba_align_jax.processes.runner import Follower, LeadingRunner
 from mamba_align_jax.sharding import AXIS
 
+# The exit status of a process that ends because another one is lost: a supervisor starts all of them again.
+EXIT_STATUS = os.EX_TEMPFAIL
 # Seconds in which every process must have connected after JAX has connected them, and one has said who it is.
 _MEET_S, _HELLO_S = 60.0, 5.0
 # Seconds in which a process must notice that process 0 has failed, if it is not in a program that never ends.
 _LEAVE_S = 5.0
-_NO_WORDS = np.zeros(0, np.int32)
 
 
 class Processes:
@@ -93,23 +94,17 @@ class Processes:
         if not jax.distributed.is_initialized():
             jax.distributed.initialize(coordinator, num_processes, process_id, local_device_ids)
         found = jax.process_count(), jax.process_index()
-        values.require(
-            found == (num_processes, process_id),
-            "num_processes and process_id",
-            f"those that JAX was given, {found}",
-            (num_processes, process_id),
-        )
+        given, wanted = (num_processes, process_id), f"those that JAX was given, {found}"
+        values.require(found == given, "num_processes and process_id", wanted, given)
         self.process_id, self.is_leader = process_id, process_id == 0
         self._messages: SimpleQueue[tuple[int, Message]] = SimpleQueue()
         # Whether the end is near, so that the others may go; and whether `follow` has seen it.
         self._is_ending, self._has_ended = False, False
         self._leading: Any = None
         self._losing = threading.Lock()
-        others = (
-            _gather(host.strip("[]"), num_processes) if self.is_leader else {0: _join(host.strip("[]"), process_id)}
-        )
-        self._others = others
-        for number, connection in others.items():
+        host = host.strip("[]")
+        self._others = _gather(host, num_processes) if self.is_leader else {0: _join(host, process_id)}
+        for number, connection in self._others.items():
             thread = threading.Thread(target=self._listen, args=(number, connection), daemon=True)
             thread.name = f"mamba-align process {number}"
             thread.start()
@@ -146,7 +141,7 @@ class Processes:
         worker, facts = self._make_worker(model, config, drafter)
         engine = Engine.over(worker, tokenizer)
         self._leading = engine.runner
-        for number, theirs in sorted(self._answers("ready").items()):
+        for number, (theirs,) in sorted(self._all_next("ready").items()):
             for name, mine in facts.items():
                 wanted = f"that of process {number}, {theirs.get(name)}"
                 values.require(theirs.get(name) == mine, f"the {name} of process 0", wanted, mine)
@@ -155,8 +150,8 @@ class Processes:
     def follow(self, model: Any, *, drafter: DeviceDrafter | None = None) -> None:
         """Runs what process 0 tells, in all other processes, until process 0 ends its `with`.
 
-        A first SIGINT or SIGTERM is noted and changes nothing, because process 0 decides when all end. A second one ends
-        this process, and with it all others.
+        A first SIGINT or SIGTERM is noted and changes nothing, because process 0 decides when all end. A second one
+        ends this process, and with it all others.
 
         Args:
             model: The model that process 0 has, loaded here.
@@ -196,7 +191,7 @@ class Processes:
         )
         return worker, _facts(worker, digest)
 
-    def tell(self, name: str, *said: Any, words: np.ndarray = _NO_WORDS) -> None:
+    def tell(self, name: str, *said: Any, words: np.ndarray = NO_WORDS) -> None:
         """Sends a message: process 0 to all others, and each other one to process 0. If that fails, the process ends."""
         for number, connection in self._others.items():
             try:
@@ -205,14 +200,21 @@ class Processes:
                 self._lose(number, error)
 
     def fail(self, reason: str) -> None:
-        """Ends this process at once, and before it all others."""
+        """Says why, and ends all others and then this process at once, with `EXIT_STATUS`.
+
+        A thread may be in a program that waits for a device of a process that is lost. Nothing ends such a wait, so no
+        thread is waited for and no exit handler runs.
+        """
         # The first thread that comes here ends the process; others would only repeat what follows from it.
         with self._losing:
             for connection in self._others.values():
                 with contextlib.suppress(OSError):
                     connection.set_timeout(1)
                     connection.send("failed", reason, timeout_s=1)
-            end_process(reason)
+            try:
+                print(f"mamba-align: {reason}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(EXIT_STATUS)
 
     def smallest(self, sizes: PoolSizes) -> PoolSizes:
         """Returns the sizes that fit in all processes. Each of them calls this."""
@@ -223,11 +225,11 @@ class Processes:
             self.tell("sizes", mine)
         else:
             self.tell("sizes", mine)
-            (mine,) = self._next("sizes").values
+            message = self._take()
+            if message.name != "sizes":
+                raise ProcessLostError("process 0 ended without an engine")
+            (mine,) = message.values
         return replace(sizes, state_blocks=mine[0], kv_pages=mine[1])
-
-    def _answers(self, name: str) -> dict[int, dict[str, Any]]:
-        return {number: found for number, (found,) in self._all_next(name).items()}
 
     def _all_next(self, name: str) -> dict[int, list[Any]]:
         """Waits for a message of each other process, and returns what they say by their numbers."""
@@ -237,12 +239,6 @@ class Processes:
             assert message.name == name
             found[number] = message.values
         return found
-
-    def _next(self, name: str) -> Message:
-        message = self._take()
-        if message.name != name:
-            raise ProcessLostError("process 0 ended without an engine")
-        return message
 
     def _take(self) -> Message:
         """Waits for the next message of process 0, in another process."""
@@ -309,11 +305,7 @@ def _facts(worker: ModelWorker, digest_of_weights: bytes) -> dict[str, str]:
 
 
 def _gather(host: str, num_processes: int) -> dict[int, Connection]:
-    """Lets all other processes connect to this one, and returns their connections by their numbers.
-
-    Raises:
-        RuntimeError: Some did not come in time.
-    """
+    """Returns the connections of all other processes by their numbers, or raises a RuntimeError if one comes too late."""
     found: dict[int, Connection] = {}
     with _listener(host) as listener:
         token = secrets.token_bytes(16)

@@ -16,6 +16,11 @@ from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.processes.connection import Message
 
 R = TypeVar("R")
+# The commands whose arguments are told as they are.
+_PLAIN = (
+    *("do_fold", "do_store_pages", "do_store_tokens", "do_make_sampler", "do_reset"),
+    *("do_take_entries", "do_digest_weights"),
+)
 # The fields of `SamplingParams` that `StepRunner.do_store_request` reads.
 _STORED = ("max_tokens", "min_tokens", "stop_token_ids", "logit_bias")
 
@@ -103,47 +108,29 @@ class Follower:
     """Runs the commands that the leader tells."""
 
     def __init__(self, runner: StepRunner, has_ended: Callable[[], bool] = lambda: False) -> None:
-        """Makes a follower.
+        """Makes a follower over a runner of the same model and sizes as the leader's.
 
-        Args:
-            runner: A runner of the same model and sizes as the leader's.
-            has_ended: Tells whether the leader has ended, so that no more programs need to be compiled.
+        `has_ended` tells whether the leader has ended, so that no more programs need to be compiled.
         """
         self._runner, self._has_ended = runner, has_ended
         # What each program's inputs look like.
         self._padding: dict[Bucket, Packed] = {}
 
     def obey(self, message: Message) -> None:
-        """Runs one command.
-
-        Raises:
-            ValueError: The message is no command.
-        """
+        """Runs one command, or raises a ValueError if the message is none."""
         runner, values = self._runner, message.values
         match message.name:
             case "do_step":
                 bucket = _bucket(values[0])
                 runner.do_step(bucket, self._inputs(bucket, message.words))
-            case "do_fold":
-                runner.do_fold(*values)
-            case "do_store_pages":
-                runner.do_store_pages(*values)
-            case "do_store_tokens":
-                runner.do_store_tokens(*values)
             case "do_store_request":
                 slot, prompt, generated, params = values
                 runner.do_store_request(slot, prompt, generated, SamplingParams(**params))
-            case "do_make_sampler":
-                runner.do_make_sampler()
-            case "do_reset":
-                runner.do_reset()
-            case "do_take_entries":
-                runner.do_take_entries(*values)
             case "do_put_entries":
                 kind, ids = values
                 runner.do_put_entries(kind, ids, message.words)
-            case "do_digest_weights":
-                runner.do_digest_weights()
+            case name if name in _PLAIN:
+                getattr(runner, name)(*values)
             case "compile":
                 with contextlib.closing(runner.compile([*map(_bucket, values)])) as programs:
                     for _ in programs:
