@@ -1,5 +1,6 @@
 """Configuration of the documentation site: `make docs` builds it with Sphinx, and treats every warning as an error."""
 
+import dataclasses
 import inspect
 import re
 
@@ -73,8 +74,16 @@ def _docstring(app, what, name, obj, options, lines):
         lines[number] = "`".join(parts)
 
 
+def _options(app, what, name, obj, options, lines):
+    """Lists the fields of a dataclass that say what they are as options of the command line, if the docstring doesn't."""
+    if what == "class" and dataclasses.is_dataclass(obj) and not any("Attributes:" in line for line in lines):
+        about = [f"    {item.name}: {item.metadata['about']}." for item in dataclasses.fields(obj) if item.metadata]
+        lines += ["", "Attributes:", *about] if about else []
+
+
 def setup(app):
-    """Registers the rules above with Sphinx; the one for docstrings runs after napoleon's."""
+    """Registers the rules above with Sphinx; that for options runs before napoleon's, and that for docstrings after it."""
     app.connect("autodoc-skip-member", _skip)
     app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-docstring", _options, priority=400)
     app.connect("autodoc-process-docstring", _docstring, priority=600)

@@ -281,7 +281,6 @@ OF_OTHERS = {
     "mamba_align_jax.processes.group": {"os._exit"},
     # The type of what a public method returns.
     "mamba_align_jax._options": {"argparse._ArgumentGroup"},
-    "mamba_align_jax.serve.command": {"argparse._ArgumentGroup"},
 }
 
 
@@ -375,15 +374,10 @@ def test_a_class_shares_no_private_name_with_a_base_of_another_module(module, na
 
 # Classes of one name: every file of a family of models has these, and is read by their names.
 OF_FAMILIES = {"Config", "Layer", "MoE", "Model"}
-# In the server a message has the name of the event that it carries, and the forms of the bodies are those of one protocol.
+# In the server a message has the name of the event that it carries.
 OF_MESSAGES = {
     "StateStored": {"mamba_align_jax.cache.events", "mamba_align_jax.serve.events.stream"},
     "StateRemoved": {"mamba_align_jax.cache.events", "mamba_align_jax.serve.events.stream"},
-    "Form": {
-        "mamba_align_jax.serve.api.chat",
-        "mamba_align_jax.serve.api.completions",
-        "mamba_align_jax.serve.api.service",
-    },
 }
 
 

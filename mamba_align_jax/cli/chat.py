@@ -16,11 +16,8 @@ HELP = "/new begins another conversation, /exit or Ctrl-D ends, Ctrl-C ends an a
 def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Generator[RequestUpdate, None, None]:
     """Runs one request, and yields what is new of it. Its caller alone steps the engine.
 
-    If the iterator is closed before its end, or anything is raised, the request is aborted.
-
-    Raises:
-        ValueError: The request can never run.
-        Exception: The exception that ended the request.
+    If the iterator is closed before its end, or anything is raised, the request is aborted. It raises a ValueError if
+    the request can never run, and the exception that ended the request.
     """
     yield from _updates(engine, engine.add_request(prompt, params))
 
@@ -52,25 +49,20 @@ class Conversation:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate, params: SamplingParams, system: str = ""
     ) -> None:
-        """Begins a conversation.
+        """Begins a conversation, which the engine serves alone. `system` is what the model is told first, if it isn't empty.
 
-        Args:
-            engine: The engine, which serves this conversation alone.
-            tokenizer: Its tokenizer.
-            template: Makes a prompt of the messages.
-            params: How answers are sampled. An answer is shorter than its `max_tokens` if the model has no room for it.
-            system: What the model is told before the first turn; nothing if empty.
+        An answer is shorter than `params.max_tokens` if the model has no room for it.
         """
         self._engine, self._tokenizer, self._template, self._params = engine, tokenizer, template, params
+        self._longest = engine.longest_sequence
         self.messages = [{"role": "system", "content": system}] if system else []
         self.output: RequestOutput | None = None
 
     def say(self, text: str) -> Generator[str, None, None]:
         """Says something, and yields the answer as it comes. An answer that is left early stays as far as it was said.
 
-        Raises:
-            ValueError: The conversation has become longer than the model can read, or the template or the engine refuses
-                it. Then nothing was said.
+        A ValueError says that the conversation has become longer than the model can read, or that the template or the
+        engine refuses it. Then nothing was said.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._tokenizer.encode(self._template.render(messages), add_special_tokens=False)
@@ -88,12 +80,6 @@ class Conversation:
                     yield update.text or ""
         finally:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
-
-    @property
-    def _longest(self) -> int:
-        """The number of tokens of the longest conversation, for which the pools have room."""
-        engine = self._engine
-        return engine.sizes.longest_sequence(engine.align.max_model_len, engine.config.kv_page_size)
 
     @property
     def cached(self) -> str:
@@ -116,11 +102,8 @@ def talk(
 ) -> None:
     """Lets a user talk with a model until the input ends.
 
-    Args:
-        begin: Makes a conversation.
-        ask: Returns what the user types next. Raises EOFError at the end.
-        write: Writes a piece of an answer.
-        note: Writes a line about the conversation.
+    `begin` makes a conversation. `ask` returns what the user types next, and raises EOFError at the end. `write` writes
+    a piece of an answer, and `note` a line about the conversation.
     """
     conversation = begin()
     note(HELP)

@@ -39,12 +39,9 @@ def create_app(
 ) -> Starlette:
     """Makes the application that serves an engine. While it runs, no one else may step the engine.
 
-    Args:
-        engine: The engine.
-        settings: How it is served; None takes the defaults.
-        template: Writes chats as text; None refuses them.
-        when_compiled: Is called once, after the programs have been compiled that the settings want, and before the first
-            call is let in. If it raises, no call is let in, as if the programs could not be compiled.
+    `settings` say how it is served; None takes the defaults. `template` writes chats as text; None refuses them.
+    `when_compiled` is called once, after the programs have been compiled that the settings want, and before the first
+    call is let in. If it raises, no call is let in, as if the programs could not be compiled.
     """
     service = Service(AsyncEngine(engine), settings or Settings(), template)
 
@@ -117,28 +114,23 @@ class _Stopping(Exception):
 
 
 def _handlers(service: Service) -> dict:
-    def answer(refusal: Refusal) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        match error:
+            case Refusal():
+                refusal = error
+            case HTTPException():
+                message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+                refusal = Refusal(error.status_code, message, headers=error.headers)
+            case ClientLeft():
+                # No one reads it; nginx logs this status for such calls.
+                refusal = Refusal(499, "the client left", code="client_left")
+            case _:
+                # Starlette raises the error again, and uvicorn logs it.
+                refusal = internal_error()
         service.metrics.refused(refusal.status, refusal.code)
         return refusal.response()
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Refusal)
-        return answer(error)
-
-    async def not_routed(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        return answer(Refusal(error.status_code, message, headers=error.headers))
-
-    async def left(request: Request, error: Exception) -> Response:
-        # No one reads it; nginx logs this status for such calls.
-        return answer(Refusal(499, "the client left", code="client_left"))
-
-    async def failed(request: Request, error: Exception) -> Response:
-        # Starlette raises the error again, and uvicorn logs it.
-        return answer(internal_error())
-
-    return {Refusal: refused, HTTPException: not_routed, ClientLeft: left, Exception: failed}
+    return dict.fromkeys((Refusal, HTTPException, ClientLeft, Exception), answer)
 
 
 async def _models(service: Service, request: Request) -> Response:

@@ -29,52 +29,39 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="the model's name in the API; default: its directory's name")
     add("--api-key", action="append", default=[], metavar="KEY", help="a key that clients may have; may be repeated")
     add("--api-key-file", type=Path, metavar="FILE", help="a file with a key in each line")
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, help="default: the dtype of the weights")
-    add(
-        "--sampling-defaults",
-        action="store_true",
-        help="fields that a call leaves out are those of generation_config.json",
-    )
+    add_dtype(parser)
+    text = "fields that a call leaves out are those of generation_config.json"
+    add("--sampling-defaults", action="store_true", help=text)
     add("--min-priority", type=int, default=0, help="the smallest priority number that a client may ask for")
-    add(
-        "--warmup", choices=WARMUPS, default="usual", help="the programs that are compiled first (default: %(default)s)"
-    )
-    add(
-        "--save-cache",
-        type=Path,
-        metavar="DIR",
-        help="the cached prefixes are saved in this directory when the server stops, and taken from it when it starts",
-    )
+    text = "the programs that are compiled first (default: %(default)s)"
+    add("--warmup", choices=WARMUPS, default="usual", help=text)
+    text = "the cached prefixes are saved in this directory when the server stops, and taken from it when it starts"
+    add("--save-cache", type=Path, metavar="DIR", help=text)
     add("--access-log", action="store_true", help="log each call")
     engine = parser.add_argument_group("engine")
     add_fields(engine, EngineConfig, defaults=_DEFAULTS)
     text = "the number of this host's devices that share the model (default: 1)"
     engine.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help=text)
     add_event_options(parser)
-    add_process_options(parser.add_argument_group("several processes", "one engine over the devices of all of them"))
-    add_fields(parser.add_argument_group("limits"), Limits, prefix="limit_")
-
-
-def add_process_options(group: argparse._ArgumentGroup) -> None:
-    """Adds the options that say which of several processes this one is."""
-    add = group.add_argument
+    add = parser.add_argument_group("several processes", "one engine over the devices of all of them").add_argument
     add("--coordinator", metavar="HOST:PORT", help="the address of process 0, which serves; the others work for it")
     add("--num-processes", type=int, metavar="N", help="the number of processes")
     add("--process-id", type=int, metavar="I", help="the number of this process, from 0 on")
     add("--local-device-ids", type=int, nargs="+", metavar="N", help="this process's devices of the host; default: all")
+    add_fields(parser.add_argument_group("limits"), Limits, prefix="limit_")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of a model's dtype."""
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="default: the dtype of the weights")
 
 
 def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int:
     """Serves a model until the process is told to stop, and returns the exit status.
 
-    Args:
-        options: The options, with the model's directory as `model`.
-        load: Makes an engine.
-
-    Raises:
-        ValueError: An option has a wrong value.
-        OSError: A file can't be read.
+    `options.model` is the model's directory, and `load` makes an engine. An option with a wrong value raises a
+    ValueError, and a file that can't be read an OSError.
     """
     try:
         import uvicorn
@@ -101,17 +88,10 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
         if directory is not None and not restore_cache(engine, directory):
             directory = None
         app = create_app(engine, settings, load_chat_template(options.model), when_compiled=freeze)
-        server = make_server(
-            app,
-            settings.limits,
-            host=options.host,
-            port=options.port,
-            access_log=options.access_log,
-            log_config=uvicorn.config.LOGGING_CONFIG,
-        )
-        print(
-            f"mamba-align: compiling programs for {settings.model_name}; /ready says when it is done", file=sys.stderr
-        )
+        where, logging = dict(host=options.host, port=options.port), uvicorn.config.LOGGING_CONFIG
+        server = make_server(app, settings.limits, **where, access_log=options.access_log, log_config=logging)
+        name = settings.model_name
+        print(f"mamba-align: compiling programs for {name}; /ready says when it is done", file=sys.stderr)
         run_server(server)
         if directory is not None:
             save_cache(engine, directory)
@@ -130,10 +110,8 @@ def freeze() -> None:
 def restore_cache(engine: Any, directory: Path) -> bool:
     """Takes cached prefixes from a directory. If there are none, or they can't be used, the engine starts without them.
 
-    A file that can't be used, because it is damaged or another model's, is set aside under another name.
-
-    Returns:
-        Whether the cache may be saved in the directory: no file is there that would be lost.
+    A file that can't be used, because it is damaged or another model's, is set aside under another name. Returns
+    whether the cache may be saved in the directory: no file is there that would be lost.
     """
     from mamba_align_jax.engine.running.transfer import FILE_NAME
 
@@ -172,12 +150,7 @@ def save_cache(engine: Any, directory: Path) -> None:
 
 
 def make_settings(options: argparse.Namespace) -> Settings:
-    """Returns what the options say of the server.
-
-    Raises:
-        ValueError: An option has a wrong value.
-        OSError: The file of keys can't be read.
-    """
+    """Returns what the options say of the server. It raises what `run` raises."""
     keys = list(options.api_key)
     if options.api_key_file is not None:
         keys += [line.strip() for line in options.api_key_file.read_text().splitlines() if line.strip()]

@@ -8,20 +8,16 @@ from mamba_align_jax.serve.refusals import Refusal
 
 
 class Keys:
-    """The keys that clients may have."""
+    """The keys that clients may have. Without any, no client needs one."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """Takes the keys; without any, no client needs one."""
         self._keys = tuple(key.encode() for key in keys)
         self._digests = tuple(hashlib.sha256(key).digest() for key in self._keys)
 
     def check(self, headers: Mapping[str, str]) -> bytes | None:
-        """Returns the key with which a call came; None if no client needs one.
+        """Returns the key with which a call came; None if no client needs one. It is refused without a key that is known.
 
         The time that this takes depends neither on the keys nor on which of them matches.
-
-        Raises:
-            Refusal: The call has no key or a wrong one.
         """
         if not self._keys:
             return None

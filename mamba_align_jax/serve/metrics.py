@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from mamba_align_jax.engine.running.engine import Engine
-from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate
+from mamba_align_jax.engine.scheduling.request import RequestUpdate
 
 _LABELS = ("model_name", "engine")
 _TTFT_BUCKETS = (
@@ -38,65 +38,61 @@ class _EngineNumbers(Collector):
         engine, stats = self._engine, self._engine.stats
         # A cache that is replaced meanwhile is still whole.
         states, pages = engine.cache.states.pool, engine.cache.kv.pool
-        yield self._gauge("vllm:num_requests_running", "Requests that run.", len(engine.scheduler.running))
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", len(engine.scheduler.waiting))
-        used = pages.num_held / max(1, pages.num_blocks - 1)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV pages that requests hold; 1 is all.", used)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up.", stats.prompt_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens that came from the cache.", stats.cached_tokens)
-        yield self._counter("vllm:prompt_tokens", "Tokens of prompts that began to run.", stats.prompt_tokens)
-        yield self._counter("vllm:num_preemptions", "How often a request was preempted.", stats.preemptions)
-        # Every row with drafts has one in the first place.
         drafts, accepted = stats.draft_tokens, stats.accepted_tokens
-        name = "vllm:spec_decode_num_"
-        yield self._counter(f"{name}drafts", "Rows that verified drafts.", drafts[0] if drafts else 0)
-        yield self._counter(f"{name}draft_tokens", "Draft tokens that were verified.", sum(drafts))
-        yield self._counter(f"{name}accepted_tokens", "Draft tokens that were accepted.", sum(accepted))
-        name, values = f"{name}accepted_tokens_per_pos", "Draft tokens that were accepted, by their place."
-        by_place = CounterMetricFamily(name, values, labels=(*_LABELS, "position"))
+        share = pages.num_held / max(1, pages.num_blocks - 1)
+        gauges = (
+            ("vllm:num_requests_running", "Requests that run.", len(engine.scheduler.running)),
+            ("vllm:num_requests_waiting", "Requests that wait.", len(engine.scheduler.waiting)),
+            ("vllm:kv_cache_usage_perc", "Share of the KV pages that requests hold; 1 is all.", share),
+            ("mamba_align:state_blocks", "State blocks of the pool.", states.num_blocks - 1),
+            ("mamba_align:state_blocks_used", "State blocks that requests hold.", states.num_held),
+            ("mamba_align:state_blocks_kept", "State blocks that are only kept for later requests.", states.num_cached),
+        )
+        counters = (
+            ("vllm:prefix_cache_queries", "Prompt tokens that were looked up.", stats.prompt_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens that came from the cache.", stats.cached_tokens),
+            ("vllm:prompt_tokens", "Tokens of prompts that began to run.", stats.prompt_tokens),
+            ("vllm:num_preemptions", "How often a request was preempted.", stats.preemptions),
+            # Every row with drafts has one in the first place.
+            ("vllm:spec_decode_num_drafts", "Rows that verified drafts.", sum(drafts[:1])),
+            ("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.", sum(drafts)),
+            ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", sum(accepted)),
+            ("mamba_align:hit_requests", "Requests that started from a cached prefix.", stats.hit_requests),
+            (
+                "mamba_align:state_blocks_evicted",
+                "State blocks that were evicted from the cache.",
+                stats.evicted_state_blocks,
+            ),
+            ("mamba_align:kv_pages_evicted", "KV pages that were evicted from the cache.", stats.evicted_kv_pages),
+            (
+                "mamba_align:state_copied_bytes",
+                "Bytes of states that were copied between blocks.",
+                stats.state_bytes_copied,
+            ),
+            ("mamba_align:steps", "Steps whose results were read.", stats.steps),
+            ("mamba_align:null_reads", "Rows whose state was lost. More than 0 is a bug.", stats.null_reads),
+        )
+        for kind, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in numbers:
+                family = kind(name, text, labels=_LABELS)
+                family.add_metric(self._values, value)
+                yield family
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens that were accepted, by their place."
+        by_place = CounterMetricFamily(name, text, labels=(*_LABELS, "position"))
         for place, count in enumerate(accepted):
             by_place.add_metric((*self._values, str(place)), count)
         yield by_place
-        yield from self._states(states.num_blocks - 1, states.num_held, states.num_cached)
-        text = "Requests that started from a cached prefix."
-        yield self._counter("mamba_align:hit_requests", text, stats.hit_requests)
-        text = "State blocks that were evicted from the cache."
-        yield self._counter("mamba_align:state_blocks_evicted", text, stats.evicted_state_blocks)
-        text = "KV pages that were evicted from the cache."
-        yield self._counter("mamba_align:kv_pages_evicted", text, stats.evicted_kv_pages)
-        text = "Bytes of states that were copied between blocks."
-        yield self._counter("mamba_align:state_copied_bytes", text, stats.state_bytes_copied)
-        yield self._counter("mamba_align:steps", "Steps whose results were read.", stats.steps)
-        text = "Rows whose state was lost. More than 0 is a bug."
-        yield self._counter("mamba_align:null_reads", text, stats.null_reads)
-
-    def _states(self, total: int, held: int, kept: int) -> Iterator[Metric]:
-        yield self._gauge("mamba_align:state_blocks", "State blocks of the pool.", total)
-        yield self._gauge("mamba_align:state_blocks_used", "State blocks that requests hold.", held)
-        yield self._gauge("mamba_align:state_blocks_kept", "State blocks that are only kept for later requests.", kept)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._values, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._values, value)
-        return family
 
 
 class Metrics:
     """The metrics of one server, in a registry of its own."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
-        """Makes metrics of 0 for an engine that is served under a name."""
         self._registry = CollectorRegistry()
         self._values = (model_name, "0")
         self._registry.register(_EngineNumbers(engine, self._values))
-        self._first = self._histogram(
-            "vllm:time_to_first_token_seconds", "From a call to its first token.", _TTFT_BUCKETS
-        )
+        text = "From a call to its first token."
+        self._first = self._histogram("vllm:time_to_first_token_seconds", text, _TTFT_BUCKETS)
         text = "Between the steps that give a request tokens."
         self._between = self._histogram("vllm:inter_token_latency_seconds", text, _TOKEN_BUCKETS)
         text = "From a call to the end of each of its requests."
@@ -115,26 +111,19 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, (*_LABELS, *labels), registry=self._registry)
 
-    def began(self, seconds: float) -> None:
-        """Takes note of a request's first tokens, so many seconds after its call."""
-        self._first.observe(seconds)
-
-    def looked_up(self, update: RequestUpdate) -> None:
-        """Takes note of what the cache had for a request, by the first update of the request."""
-        if update.cache_miss is not None:
+    def updated(self, update: RequestUpdate, seconds: float, *, is_first: bool, has_first_token: bool) -> None:
+        """Takes note of an update of a request, so many seconds after its call."""
+        if is_first and update.cache_miss is not None:
             self._misses.labels(*self._values, update.cache_miss).inc()
-
-    def generated(self, count: int) -> None:
-        """Takes note of tokens."""
-        self._generated.inc(count)
-
-    def ended(self, output: RequestOutput, seconds: float) -> None:
-        """Takes note of a request's end, so many seconds after its call."""
-        self._ends.labels(*self._values, output.finish_reason).inc()
-        self._whole.observe(seconds)
-        times = sorted(set(output.token_times))
-        for before, after in itertools.pairwise(times):
-            self._between.observe(after - before)
+        if has_first_token:
+            self._first.observe(seconds)
+        self._generated.inc(len(update.token_ids))
+        if update.output is not None:
+            self._ends.labels(*self._values, update.output.finish_reason).inc()
+            self._whole.observe(seconds)
+            times = sorted(set(update.output.token_times))
+            for before, after in itertools.pairwise(times):
+                self._between.observe(after - before)
 
     def refused(self, status: int, code: str | None) -> None:
         """Takes note of a call that was refused."""

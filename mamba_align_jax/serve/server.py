@@ -23,7 +23,6 @@ class _DrainingServer(uvicorn.Server):
     """Ends the calls whose time to finish is over, so that each is told why. uvicorn would cancel them without a word."""
 
     def __init__(self, config: uvicorn.Config, app: Starlette, drain_s: float) -> None:
-        """Takes what `make_server` has made, and for how long calls may go on when the server stops."""
         super().__init__(config)
         self._service, self._drain_s = app.state.service, drain_s
 
@@ -58,16 +57,10 @@ def make_server(
 ) -> uvicorn.Server:
     """Makes a server that has not started.
 
-    When it is told to stop, it closes its door and lets running calls finish for `limits.drain_s`. The others end as 503, or
-    with an error as the last event but one of a stream.
-
-    Args:
-        app: What `create_app` returned.
-        limits: The limits of its settings.
-        host: The address to listen at; "0.0.0.0" is all of them.
-        port: The port; 0 takes a free one.
-        access_log: Whether each call is logged.
-        log_config: How the process logs, as `logging.config.dictConfig` takes it; None leaves it as it is.
+    When it is told to stop, it closes its door and lets running calls finish for `limits.drain_s`. The others end as
+    503, or with an error as the last event but one of a stream. `app` is what `create_app` returned for settings with
+    these limits. Host "0.0.0.0" is all addresses, and port 0 a free one. `log_config` says how the process logs, as
+    `logging.config.dictConfig` takes it; None leaves it as it is.
     """
     config = uvicorn.Config(
         app,

@@ -13,26 +13,7 @@ WARMUPS = ("none", "usual", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much one client may ask for. Whatever exceeds a limit is refused with a status and a reason.
-
-    Attributes:
-        body_bytes: Size of a call's body.
-        head_bytes: Size of a call's first line and headers.
-        prompts: Number of prompts of one call.
-        choices: Number of choices for each prompt, `n`.
-        stop_strings: Number of strings in `stop`, and of tokens in `stop_token_ids`.
-        stop_length: Characters of each string in `stop`.
-        logit_bias: Number of entries of `logit_bias`.
-        logprobs: Number of the most likely tokens that are reported for each token.
-        messages: Number of messages of a chat.
-        grammar_bytes: Size of a JSON schema.
-        grammar_s: Seconds that a JSON schema may take to compile, more than 0 and at most a day.
-        connections: Number of connections that are open at once.
-        receive_s: Seconds in which a call's head must have arrived, and then its body.
-        send_s: Seconds for which a client may leave an answer unread.
-        call_s: Seconds from when a call's requests are queued to the end of its answer.
-        drain_s: Seconds that running calls get to finish when the server is told to stop.
-    """
+    """How much one client may ask for, field by field. Whatever exceeds a limit is refused with a status and a reason."""
 
     body_bytes: int = option(4 * 2**20, "Size of a call's body")
     head_bytes: int = option(64 * 2**10, "Size of a call's first line and headers")

@@ -173,6 +173,11 @@ class Engine:
         return time.perf_counter() - begin
 
     @property
+    def longest_sequence(self) -> int:
+        """The number of tokens of the longest prompt with its answer, for which the pools have room."""
+        return min(self.align.max_model_len, (self.sizes.kv_pages - 1) * self.config.kv_page_size)
+
+    @property
     def num_programs(self) -> int:
         """The number of programs that `warmup` compiles by default."""
         return len(self.runner.buckets)

@@ -1,6 +1,6 @@
 """The text of generated tokens as they come, and where a stop string ends it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from mamba_align_jax.engine.interrupts import failure
@@ -8,10 +8,10 @@ from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.errors import PanicError
 
 # What a tokenizer writes for bytes that are not, or not yet, a character.
-_BROKEN = "\ufffd"
+BROKEN = "\ufffd"
 # A character has at most four bytes, so a token that comes completes one with at most the last three before it. Tokens
 # without text wait for one with text, but not for ever: each token should cost the same.
-_MAX_INCOMPLETE, _MAX_UNSETTLED = 3, 16
+_MAX_INCOMPLETE, MAX_UNSETTLED = 3, 16
 # How many tokens at the end of a prompt are looked at for whole characters.
 _SHORTEST_END, _LONGEST_END = 4, 24
 
@@ -62,12 +62,12 @@ class GeneratedText(NamedTuple):
         for token in tokens:
             unsettled = (*text.unsettled, token)
             piece = text._decode(unsettled)
-            if piece and not piece.endswith(_BROKEN):
+            if piece and not piece.endswith(BROKEN):
                 text = text._after(text.num_tokens + 1, piece, unsettled, ())
-            elif len(unsettled) < _MAX_UNSETTLED:
+            elif len(unsettled) < MAX_UNSETTLED:
                 text = text._after(text.num_tokens + 1, "", text.context, unsettled)
             else:
-                settled = text._broken(unsettled)
+                settled = num_settled(text._decode, unsettled)
                 piece, rest = text._decode(unsettled[:settled]), unsettled[settled:]
                 # Tokens without text leave the context as it is.
                 text = text._after(text.num_tokens + 1, piece, () if piece else text.context, rest)
@@ -110,14 +110,6 @@ class GeneratedText(NamedTuple):
         # With broken bytes after it, a tokenizer may write the context in another way.
         return both[len(before) :] if both.startswith(before) else self.tokenizer.decode(tokens)
 
-    def _broken(self, tokens: tuple[int, ...]) -> int:
-        """Returns how many of the tokens no later token completes to a character."""
-        count = len(tokens) - _MAX_INCOMPLETE
-        # Several broken bytes may be one replacement character, which is not cut.
-        while count > 1 and len(self._decode(tokens[: count + 1])) == len(self._decode(tokens[:count])):
-            count -= 1
-        return count
-
     def _after(
         self, num_tokens: int, piece: str, context: tuple[int, ...], unsettled: tuple[int, ...]
     ) -> "GeneratedText":
@@ -135,13 +127,22 @@ class GeneratedText(NamedTuple):
         return self._replace(num_tokens=num_tokens, text=text, context=context, unsettled=unsettled, found=found)
 
 
+def num_settled(decode: Callable[[tuple[int, ...]], str], tokens: tuple[int, ...]) -> int:
+    """Returns how many of the tokens no later token completes to a character."""
+    count = len(tokens) - _MAX_INCOMPLETE
+    # Several broken bytes may be one replacement character, which is not cut.
+    while count > 1 and len(decode(tokens[: count + 1])) == len(decode(tokens[:count])):
+        count -= 1
+    return count
+
+
 def _end_of(prompt: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the last few tokens of a prompt if their text has whole characters only, or else none."""
     try:
         for count in range(min(len(prompt), _SHORTEST_END), min(len(prompt), _LONGEST_END) + 1):
             end = prompt[len(prompt) - count :]
             text = tokenizer.decode(end)
-            if text and _BROKEN not in text:
+            if text and BROKEN not in text:
                 return end
     except BaseException as raised:
         # A tokenizer that can't decode the prompt may still decode what follows it, but one that has panicked may not.

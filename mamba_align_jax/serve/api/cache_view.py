@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.serve.api.completions import text_or_tokens
 from mamba_align_jax.serve.api.messages import take_prompt
 from mamba_align_jax.serve.api.sampling import wrong_value
 from mamba_align_jax.serve.api.service import Service
@@ -17,11 +18,10 @@ from mamba_align_jax.serve.refusals import json_response
 async def view_cache(service: Service, request: Request) -> Response:
     """Returns what is cached of a chat or a prompt under the caller's key and salt. Nothing is computed or changed.
 
-    Raises:
-        Refusal: The call is malformed, or the model has no tokenizer or no chat template.
+    A malformed call is refused, and so is one that needs a tokenizer or a chat template that the model lacks.
     """
     key, fields = await service.read(request)
-    text = fields.take("prompt", _text_or_tokens, service)
+    text = fields.take("prompt", text_or_tokens, service)
     param = "messages" if text is None else "prompt"
     salt = cache_salt(key, fields.take("cache_salt", values.text) or "")
     if text is None:
@@ -50,13 +50,6 @@ async def view_cache(service: Service, request: Request) -> Response:
             "kv_pages": _pool(engine.cache.kv.pool),
         }
     )
-
-
-def _text_or_tokens(name: str, value: object, service: Service) -> str | tuple[int, ...]:
-    if isinstance(value, list):
-        # Before a long one is looked at.
-        service.check_length(len(value), 0, name)
-    return values.text(name, value) if isinstance(value, str) else values.integers(name, value)
 
 
 def _pool(pool: Any) -> dict[str, int]:

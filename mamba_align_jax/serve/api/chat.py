@@ -1,8 +1,6 @@
 """The endpoint /v1/chat/completions: answers the last message of a conversation."""
 
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate, TokenLogprobs
+from mamba_align_jax.engine.scheduling.request import RequestUpdate, TokenLogprobs
 from mamba_align_jax.serve.api.completions import take_stream
+from mamba_align_jax.serve.api.form import Form
 from mamba_align_jax.serve.api.generation import Choice
 from mamba_align_jax.serve.api.messages import take_prompt
 from mamba_align_jax.serve.api.sampling import make_params, take_grammar, take_sampling
@@ -29,11 +28,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 async def chat(service: Service, request: Request) -> Response | EventStream:
-    """Answers a call.
-
-    Raises:
-        Refusal: The call is malformed, asks for too much, or can't be run.
-    """
+    """Answers a call, or raises a Refusal if it is malformed, asks for too much, or can't be run."""
     limits = service.settings.limits
     key, fields = await service.read(request)
     for name, neutral in _UNSUPPORTED:
@@ -63,68 +58,32 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
     params = make_params(found | {"max_tokens": limit or min(left, found.get("max_tokens", left))})
     service.check_length(len(tokens), params.max_tokens, "messages")
     asked = service.choices_of([tokens], params, n)
-    form = _Form(service, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), with_logprobs, with_ids)
-    return await service.answer(request, asked, n, form, stream=stream, include_usage=include_usage)
+    form = _ChatForm(service=service, with_ids=with_ids, with_logprobs=with_logprobs)
+    return await form.answer(request, asked, n, stream=stream, include_usage=include_usage)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How /v1/chat/completions writes answers: see `Form`.
+@dataclass(frozen=True, kw_only=True)
+class _ChatForm(Form):
+    """How /v1/chat/completions writes answers, with log-probabilities if `with_logprobs` is true."""
 
-    Attributes:
-        service: The service.
-        id: The call's name.
-        created: When it came, in seconds since 1970.
-        with_logprobs: Whether log-probabilities are reported.
-        with_ids: Whether token ids are.
-    """
-
-    service: Service
-    id: str
-    created: int
+    prefix, whole_kind, event_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     with_logprobs: bool
-    with_ids: bool
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        return self._object("chat.completion", [self._message(place, choice) for place, choice in enumerate(choices)])
-
-    def _message(self, place: int, choice: Choice) -> dict[str, Any]:
+    def whole(self, place: int, choice: Choice) -> dict[str, Any]:
         message = dict(role="assistant", content=choice.text, refusal=None)
-        return self._choice(place, dict(message=message), choice.output, choice.logprobs, choice.token_ids)
+        return self._choice(place, dict(message=message), choice)
 
     def opening(self, place: int, choice: Choice) -> dict[str, Any] | None:
-        return self._chunk(self._choice(place, dict(delta=dict(role="assistant", content="")), None, (), ()))
+        delta = dict(role="assistant", content="")
+        return self.choice(place, dict(delta=delta, logprobs=None), None, ())
 
-    def event(self, place: int, choice: Choice, update: RequestUpdate) -> dict[str, Any]:
-        delta = dict(delta=dict(content=update.text) if update.text else {})
-        return self._chunk(self._choice(place, delta, update.output, update.logprobs or (), update.token_ids))
+    def update(self, place: int, update: RequestUpdate) -> dict[str, Any]:
+        return self._choice(place, dict(delta=dict(content=update.text) if update.text else {}), update)
 
-    def closing(self) -> dict[str, Any]:
-        return self._object("chat.completion.chunk", [])
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._object("chat.completion.chunk", [choice])
-
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        model = self.service.settings.model_name
-        return dict(id=self.id, object=kind, created=self.created, model=model, choices=choices)
-
-    def _choice(
-        self,
-        place: int,
-        content: Mapping[str, Any],
-        output: RequestOutput | None,
-        logprobs: Sequence[TokenLogprobs],
-        tokens: Sequence[int],
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": place, **content, "logprobs": None}
-        if self.with_logprobs and logprobs:
-            choice["logprobs"] = {"content": [self._logprobs(one) for one in logprobs]}
-        choice["finish_reason"] = None if output is None else output.finish_reason
-        choice["stop_reason"] = None if output is None else output.stop_reason
-        if self.with_ids:
-            choice["token_ids"] = list(tokens)
-        return choice
+    def _choice(self, place: int, content: Mapping[str, Any], said: Choice | RequestUpdate) -> dict[str, Any]:
+        scores = [self._logprobs(one) for one in said.logprobs or ()] if self.with_logprobs else []
+        logprobs = {"content": scores} if scores else None
+        return self.choice(place, {**content, "logprobs": logprobs}, said.output, said.token_ids)
 
     def _logprobs(self, one: TokenLogprobs) -> dict[str, Any]:
         tops = [self._token(token, value) for token, value in one.top]

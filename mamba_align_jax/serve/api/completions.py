@@ -1,7 +1,5 @@
 """The endpoint /v1/completions: continues texts or tokens."""
 
-import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate, TokenLogprobs
+from mamba_align_jax.engine.scheduling.request import RequestUpdate, TokenLogprobs
 from mamba_align_jax.serve.api.fields import Fields
+from mamba_align_jax.serve.api.form import Form
 from mamba_align_jax.serve.api.generation import Choice
 from mamba_align_jax.serve.api.offsets import TextOffsets
 from mamba_align_jax.serve.api.sampling import make_params, take_sampling
@@ -24,11 +23,7 @@ Prompt = str | tuple[int, ...]
 
 
 async def complete(service: Service, request: Request) -> Response | EventStream:
-    """Answers a call.
-
-    Raises:
-        Refusal: The call is malformed, asks for too much, or can't be run.
-    """
+    """Answers a call, or raises a Refusal if it is malformed, asks for too much, or can't be run."""
     limits = service.settings.limits
     key, fields = await service.read(request)
     prompts = fields.need("prompt", _prompts, service)
@@ -60,15 +55,14 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     echoed = [text for one in prompts for text in n * [await _text(service, one)]] if echo else None
     shown = [("", 0)] * len(asked) if echoed is None else [*zip(echoed, (len(one) for one, _ in asked), strict=True)]
     offsets = [TextOffsets(service, *one) for one in shown] if logprobs is not None else None
-    form = _Form(service, f"cmpl-{uuid.uuid4().hex}", int(time.time()), echoed, offsets, with_ids)
-    return await service.answer(request, asked, n, form, stream=stream, include_usage=include_usage)
+    form = _CompletionForm(service=service, with_ids=with_ids, echoed=echoed, offsets=offsets)
+    return await form.answer(request, asked, n, stream=stream, include_usage=include_usage)
 
 
 def take_stream(fields: Fields) -> tuple[bool, bool]:
     """Takes `stream` and `stream_options`. Returns whether the answer is a stream, and whether its last event has the usage.
 
-    Raises:
-        Refusal: A field is malformed, or there are options for a stream that is not asked for.
+    Options for a stream that is not asked for are refused.
     """
     stream = fields.take("stream", values.flag) or False
     options = fields.take("stream_options", lambda name, value: Fields(value, name))
@@ -91,80 +85,56 @@ def _prompts(name: str, value: Any, service: Service) -> list[Prompt]:
     wanted = "a string, a list of token ids, or a list of strings or of lists of token ids; none of them empty"
     for one in prompts:
         values.require(isinstance(one, str | list) and len(one) > 0, name, wanted, one)
-        if isinstance(one, list):
-            # Before a long one is looked at.
-            service.check_length(len(one), 0, name)
-    return [values.text(name, one) if isinstance(one, str) else values.integers(name, one) for one in prompts]
+    return [text_or_tokens(name, one, service) for one in prompts]
+
+
+def text_or_tokens(name: str, value: object, service: Service) -> Prompt:
+    """Returns a prompt, of which only its length is looked at if it is too long."""
+    if isinstance(value, list):
+        service.check_length(len(value), 0, name)
+    return values.text(name, value) if isinstance(value, str) else values.integers(name, value)
 
 
 async def _text(service: Service, prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else await service.decode(prompt, "prompt")
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How /v1/completions writes answers: see `Form`.
+@dataclass(frozen=True, kw_only=True)
+class _CompletionForm(Form):
+    """How /v1/completions writes answers.
 
     Attributes:
-        service: The service.
-        id: The call's name.
-        created: When it came, in seconds since 1970.
         echoed: The prompts' texts, one for each choice, if choices begin with them.
         offsets: For each choice, where its next token begins, if log-probabilities are reported.
-        with_ids: Whether token ids are.
     """
 
-    service: Service
-    id: str
-    created: int
+    prefix, whole_kind, event_kind = "cmpl-", "text_completion", "text_completion"
     echoed: Sequence[str] | None
     offsets: Sequence[TextOffsets] | None
-    with_ids: bool
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        return self._object([self._whole_choice(place, choice) for place, choice in enumerate(choices)])
-
-    def _whole_choice(self, place: int, choice: Choice) -> dict[str, Any]:
+    def whole(self, place: int, choice: Choice) -> dict[str, Any]:
         text, tokens, logprobs = choice.text, choice.token_ids, choice.logprobs
         if self.echoed is not None:
             text = self.echoed[place] + text
             tokens, logprobs = [*choice.prompt, *tokens], [*(choice.prompt_logprobs or ()), *logprobs]
-        return self._choice(place, choice.output, text, tokens, logprobs, choice.token_ids)
+        content = self._content(place, text, tokens, logprobs)
+        return self.choice(place, content, choice.output, choice.token_ids)
 
     def opening(self, place: int, choice: Choice) -> dict[str, Any] | None:
         if self.echoed is None:
             return None
-        logprobs = choice.prompt_logprobs or ()
-        return self._object([self._choice(place, None, self.echoed[place], choice.prompt, logprobs, ())])
+        content = self._content(place, self.echoed[place], choice.prompt, choice.prompt_logprobs)
+        return self.choice(place, content, None, ())
 
-    def event(self, place: int, choice: Choice, update: RequestUpdate) -> dict[str, Any]:
-        text, tokens, logprobs = update.text or "", update.token_ids, update.logprobs or ()
-        return self._object([self._choice(place, update.output, text, tokens, logprobs, tokens)])
+    def update(self, place: int, update: RequestUpdate) -> dict[str, Any]:
+        content = self._content(place, update.text or "", update.token_ids, update.logprobs)
+        return self.choice(place, content, update.output, update.token_ids)
 
-    def closing(self) -> dict[str, Any]:
-        return self._object([])
-
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        model = self.service.settings.model_name
-        return dict(id=self.id, object="text_completion", created=self.created, model=model, choices=choices)
-
-    def _choice(
-        self,
-        place: int,
-        output: RequestOutput | None,
-        text: str,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprobs | None],
-        new: Sequence[int],
+    def _content(
+        self, place: int, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None
     ) -> dict[str, Any]:
-        content: dict[str, Any] = dict(index=place, text=text, logprobs=None)
-        if self.offsets is not None:
-            content["logprobs"] = self._logprobs(self.offsets[place], tokens, logprobs)
-        content["finish_reason"] = None if output is None else output.finish_reason
-        content["stop_reason"] = None if output is None else output.stop_reason
-        if self.with_ids:
-            content["token_ids"] = list(new)
-        return content
+        found = None if self.offsets is None else self._logprobs(self.offsets[place], tokens, logprobs or ())
+        return {"text": text, "logprobs": found}
 
     def _logprobs(
         self, offsets: TextOffsets, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]

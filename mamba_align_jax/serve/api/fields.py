@@ -25,15 +25,7 @@ class Fields:
     """The fields of a JSON object. Each is taken once, and none may be left at the end. A null counts as absent."""
 
     def __init__(self, content: Any, path: str = "") -> None:
-        """Takes a JSON value.
-
-        Args:
-            content: The value, which must be an object.
-            path: The name of the field that it was in; empty for a body.
-
-        Raises:
-            Refusal: The value is no object.
-        """
+        """Takes a JSON value, which is refused if it is no object. `path` is the field that it was in; empty for a body."""
         if not isinstance(content, Mapping):
             raise Refusal(400, f"{path or 'the body'} must be a JSON object", param=path or None)
         self._left = {name: value for name, value in content.items() if value is not None}
@@ -45,8 +37,7 @@ class Fields:
     def take(self, name: str, check: Callable[..., T], *limits: Any) -> T | None:
         """Returns a field's value as `check(name, value, *limits)` returns it; None if the field is absent.
 
-        Raises:
-            Refusal: The check raised a ValueError.
+        If the check raises a ValueError, the call is refused.
         """
         if name not in self._left:
             return None
@@ -56,32 +47,20 @@ class Fields:
             raise Refusal(400, str(error), param=self._name(name)) from error
 
     def need(self, name: str, check: Callable[..., T], *limits: Any) -> T:
-        """Returns a field's value as `take` does.
-
-        Raises:
-            Refusal: The field is absent, or the check raised a ValueError.
-        """
+        """Returns a field's value as `take` does. If the field is absent, the call is refused."""
         value = self.take(name, check, *limits)
         if value is None:
             raise Refusal(400, f"{self._name(name)} is missing", param=self._name(name))
         return value
 
     def refuse(self, name: str, neutral: tuple[Any, ...], reason: str) -> None:
-        """Takes a field that is not supported, unless its value is one that asks for nothing.
-
-        Raises:
-            Refusal: The value asks for something.
-        """
+        """Takes a field that is not supported, and refuses the call unless the value is one that asks for nothing."""
         value = self._left.pop(name, None)
         if value is not None and value not in neutral:
             raise Refusal(400, f"{self._name(name)} {reason}", param=self._name(name), code="unsupported_field")
 
     def end(self) -> None:
-        """Checks that every field was taken. Fields that change no answer are ignored.
-
-        Raises:
-            Refusal: A field is unknown or not supported.
-        """
+        """Refuses the call if a field was not taken. Fields that change no answer are ignored."""
         if not self._path:
             for name, neutral in _FILLED_IN.items():
                 self.refuse(name, neutral, f"must be {str(neutral[0]).lower()}: others are not supported")
@@ -99,11 +78,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 async def read_fields(request: Request, limits: Limits) -> Fields:
-    """Reads a call's body.
-
-    Raises:
-        Refusal: The body is too large, too slow, not UTF-8, no JSON object, or not said to be JSON.
-    """
+    """Reads a call's body, or refuses it if it is too large, too slow, not UTF-8, no JSON object, or not said to be JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Otherwise a page of any site could call a server on the reader's own machine.

@@ -24,23 +24,19 @@ async def run_requests(
 ) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
     """Runs requests side by side, and yields what is new of each with the request's place. Closing it aborts them.
 
-    Raises:
-        Refusal: The engine takes one of the requests not at all or not now, or an exception ended one.
+    It raises a Refusal if the engine takes one of the requests not at all or not now, or if an exception ended one.
     """
     called = time.perf_counter()
-    is_known, began = [False] * len(requests), [False] * len(requests)
+    known, begun = set[int](), set[int]()
     try:
         async with aclosing(_merged([serving.generate(*request) for request in requests])) as updates:
             async for place, update in updates:
-                if not is_known[place]:
-                    is_known[place] = True
-                    metrics.looked_up(update)
-                if update.token_ids and not began[place]:
-                    began[place] = True
-                    metrics.began(time.perf_counter() - called)
-                metrics.generated(len(update.token_ids))
+                seconds, begins = time.perf_counter() - called, bool(update.token_ids) and place not in begun
+                metrics.updated(update, seconds, is_first=place not in known, has_first_token=begins)
+                known.add(place)
+                if begins:
+                    begun.add(place)
                 if update.output is not None:
-                    metrics.ended(update.output, time.perf_counter() - called)
                     _check_end(update.output)
                 yield place, update
     except QueueFullError as error:

@@ -14,8 +14,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 async def take_prompt(service: Service, fields: Fields) -> Sequence[int]:
     """Takes `messages` and what belongs to them, and returns the prompt's tokens.
 
-    Raises:
-        Refusal: A message is malformed, the model has no chat template, or the template refuses the messages.
+    The call is refused if a message is malformed, or if the model has no chat template or one that refuses the messages.
     """
     messages = fields.need("messages", _messages, service.settings.limits)
     begins_answer = fields.take("add_generation_prompt", values.flag)

@@ -1,12 +1,7 @@
 """Where the tokens of an answer begin in its text."""
 
+from mamba_align_jax.engine.text.generated_text import BROKEN, MAX_UNSETTLED, num_settled
 from mamba_align_jax.serve.api.service import Service
-
-# What a tokenizer writes for bytes that are not, or not yet, a character.
-_BROKEN = "\ufffd"
-# A character has at most four bytes, so a token that comes completes one with at most the last three before it. So many
-# tokens are looked at together, so that each token costs the same.
-_MAX_INCOMPLETE, _MAX_OPEN = 3, 16
 
 
 class TextOffsets:
@@ -19,13 +14,7 @@ class TextOffsets:
     """
 
     def __init__(self, service: Service, echo: str = "", num_echoed: int = 0) -> None:
-        """Begins at the first token.
-
-        Args:
-            service: Knows the texts of tokens.
-            echo: The prompt's text, if the choice begins with it.
-            num_echoed: The number of the prompt's tokens then.
-        """
+        """Begins at the first token. `echo` is the text of the prompt's `num_echoed` tokens if the choice begins with it."""
         self.end = 0
         self._service, self._echo, self._num_left = service, echo, num_echoed
         # The last tokens, which end within a character.
@@ -38,7 +27,7 @@ class TextOffsets:
             self._open, self.end, self._echo = (), len(self._echo), ""
         self._num_left -= 1
         text = self._service.token_text(token)
-        if _BROKEN in text:
+        if BROKEN in text:
             begin = self.end
             self._add_open(token)
             return begin
@@ -51,23 +40,19 @@ class TextOffsets:
 
     def _add_open(self, token: int) -> None:
         self._open += (token,)
-        if not self._text(len(self._open)).endswith(_BROKEN):
+        if not self._decode(self._open).endswith(BROKEN):
             self._settle(len(self._open))
-        elif len(self._open) == _MAX_OPEN:
-            count = _MAX_OPEN - _MAX_INCOMPLETE
-            # Several broken bytes may be one replacement character, which is not cut.
-            while count > 1 and len(self._text(count + 1)) == len(self._text(count)):
-                count -= 1
-            self._settle(count)
+        elif len(self._open) == MAX_UNSETTLED:
+            self._settle(num_settled(self._decode, self._open))
 
     def _settle(self, count: int) -> None:
         """Counts the characters of the first open tokens."""
         if count:
-            self.end += len(self._text(count))
+            self.end += len(self._decode(self._open[:count]))
             self._open = self._open[count:]
 
-    def _text(self, count: int) -> str:
-        return self._service.tokenizer("prompt").decode(self._open[:count])
+    def _decode(self, tokens: tuple[int, ...]) -> str:
+        return self._service.tokenizer("prompt").decode(tokens)
 
     def _length(self, token: int, text: str) -> int:
         """Returns how many characters a token of whole characters has in the choice's text."""

@@ -25,11 +25,10 @@ _ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
 def take_sampling(fields: Fields, settings: Settings) -> dict[str, Any]:
     """Takes the fields that both endpoints have, and returns them as fields of `SamplingParams`.
 
-    Raises:
-        Refusal: A field is malformed or exceeds a limit.
+    The call is refused if a field is malformed or exceeds a limit.
     """
     limits = settings.limits
-    found: dict[str, Any] = {name: fields.take(name, _as_it_is) for name in _SAME}
+    found: dict[str, Any] = {name: fields.take(name, lambda name, value: value) for name in _SAME}
     top_k = fields.take("top_k", values.integer, -1)
     found["top_k"] = 0 if top_k == -1 else top_k
     found["seed"] = fields.take("seed", values.integer, None, None)
@@ -45,11 +44,7 @@ def take_sampling(fields: Fields, settings: Settings) -> dict[str, Any]:
 
 
 def make_params(found: Mapping[str, Any]) -> SamplingParams:
-    """Makes the parameters of a call's first choice.
-
-    Raises:
-        Refusal: A field has a wrong value.
-    """
+    """Makes the parameters of a call's first choice, or refuses the call if a field has a wrong value."""
     try:
         return SamplingParams(**found)
     except ValueError as error:
@@ -61,10 +56,6 @@ def wrong_value(error: ValueError) -> Refusal:
     names = {"prompt_token_ids": "prompt", "grammar": "response_format"}
     param = names.get(error.field, error.field) if isinstance(error, FieldError) else None
     return Refusal(400, str(error), param=param)
-
-
-def _as_it_is(name: str, value: Any) -> Any:
-    return value
 
 
 def _stop(name: str, value: Any, limits: Limits) -> tuple[str, ...]:
@@ -99,8 +90,7 @@ def _logit_bias(name: str, value: Any, limits: Limits) -> dict[int, float]:
 def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
     """Takes `response_format`, and returns the grammar that the answer must follow as a field of `SamplingParams`.
 
-    Raises:
-        Refusal: The format is malformed, too large or unknown.
+    A format that is malformed, too large or unknown is refused.
     """
     wanted = fields.take("response_format", lambda name, value: Fields(value, name))
     if wanted is None:

@@ -4,11 +4,10 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
@@ -16,61 +15,33 @@ from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.interrupts import contained
 from mamba_align_jax.engine.running.admission import NUM_SEEDS, seeded, with_seed
 from mamba_align_jax.engine.running.async_engine import AsyncEngine
-from mamba_align_jax.engine.scheduling.request import RequestUpdate
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
+from mamba_align_jax.engine.text.generated_text import BROKEN
 from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.serve.api.fields import Fields, read_fields
-from mamba_align_jax.serve.api.generation import Asked, Choice, run_requests, stopped, usage
+from mamba_align_jax.serve.api.generation import Asked, stopped
 from mamba_align_jax.serve.keys import Keys
-from mamba_align_jax.serve.limits.clients import EventStream, too_long, while_connected
 from mamba_align_jax.serve.limits.grammars import GrammarCheck
 from mamba_align_jax.serve.limits.one_at_a_time import OneAtATime
 from mamba_align_jax.serve.metrics import Metrics
-from mamba_align_jax.serve.refusals import Refusal, json_response, overloaded
+from mamba_align_jax.serve.refusals import Refusal, overloaded
 from mamba_align_jax.serve.settings import Settings
 
 # Chats that may wait to be rendered, long texts to be read, and grammars to be checked.
 _MAX_WAITING = 64
 # The number of characters of a text that is read quickly.
 _LONG_TEXT = 2**16
-# The number of tokens of an answer that is written quickly, even with all log-probabilities.
-_LONG_ANSWER = 256
 # As vLLM writes the logarithm of 0.
 _LEAST_LOGPROB = -9999.0
 
 
-class Form(Protocol):
-    """How an endpoint writes what a call's requests generate. Values are JSON."""
-
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Returns the answer to a call that has ended, without its usage."""
-        ...
-
-    def opening(self, place: int, choice: Choice) -> dict[str, Any] | None:
-        """Returns the event with which a choice begins, or None. `Choice.count` was called with the first update."""
-        ...
-
-    def event(self, place: int, choice: Choice, update: RequestUpdate) -> dict[str, Any]:
-        """Returns the event for an update, with which `Choice.count` was called."""
-        ...
-
-    def closing(self) -> dict[str, Any]:
-        """Returns the event that carries the usage, without it."""
-        ...
-
-
 class Service:
-    """What all calls of one server share."""
+    """What all calls of one server share. Its methods raise a `Refusal` where they refuse a call."""
 
     def __init__(self, serving: AsyncEngine, settings: Settings, template: ChatTemplate | None) -> None:
-        """Makes the service of an engine.
-
-        Args:
-            serving: The engine, in its thread.
-            settings: What the operator chose.
-            template: Writes chats as text; None refuses them.
-        """
+        """Makes the service of an engine. `template` writes chats as text; None refuses them."""
         self.serving, self.settings, self.template = serving, settings, template
+        self.max_model_len = serving.engine.longest_sequence
         self.keys = Keys(settings.api_keys)
         self.metrics = Metrics(serving.engine, settings.model_name)
         self._rendering, self._reading, self._compiling = (OneAtATime(_MAX_WAITING) for _ in range(3))
@@ -80,38 +51,24 @@ class Service:
         # A token's text never changes.
         self.token_text = functools.lru_cache(maxsize=2**16)(self._token_text)
 
-    @property
-    def max_model_len(self) -> int:
-        """The number of tokens of the longest prompt with its answer, for which the pools have room."""
-        engine = self.serving.engine
-        return engine.sizes.longest_sequence(engine.align.max_model_len, engine.config.kv_page_size)
-
     def check_alive(self) -> None:
-        """Checks that calls are taken or will be.
-
-        Raises:
-            Refusal: The engine has stopped or was stopped, or its programs could not be compiled.
-        """
+        """Refuses calls if the engine has stopped or was stopped, or its programs could not be compiled."""
         if not self.serving.is_running:
             raise stopped(self.serving)
         if self.has_failed_to_compile:
             raise Refusal(503, "the engine's programs could not be compiled", code="engine_dead")
 
     def check_ready(self) -> None:
-        """Checks that calls are taken.
-
-        Raises:
-            Refusal: The programs are being compiled, or `check_alive` refuses.
-        """
+        """Refuses calls while the programs are being compiled, and where `check_alive` does."""
         self.check_alive()
         if not self.is_ready:
             raise overloaded("the server is compiling its programs; /ready says when it is done")
 
     async def read(self, request: Request) -> tuple[bytes | None, Fields]:
-        """Reads a call: checks its key and its model, and returns the key and the other fields of its body.
+        """Reads a call, and returns its key and the fields of its body but for the model.
 
-        Raises:
-            Refusal: The key is wrong, the server isn't ready, the body is malformed, or the model is another one.
+        A call is refused whose key is wrong, whose body is malformed, whose model is another one, or that comes too
+        early.
         """
         key = self.keys.check(request.headers)
         self.check_ready()
@@ -122,32 +79,20 @@ class Service:
         return key, fields
 
     def check_model(self, name: str) -> None:
-        """Checks that a call means the model that is served.
-
-        Raises:
-            Refusal: It means another one.
-        """
+        """Refuses a call that means another model than the one that is served."""
         if name != self.settings.model_name:
             message = f"the model {name[:80]!r} does not exist: this server has {self.settings.model_name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     def tokenizer(self, param: str) -> Tokenizer:
-        """Returns the engine's tokenizer.
-
-        Raises:
-            Refusal: There is none, so that the field `param` can't be text.
-        """
+        """Returns the engine's tokenizer, or refuses the call if there is none: the field `param` can't be text then."""
         if self.serving.engine.tokenizer is None:
             message = f"{param} must be token ids: the model has no tokenizer"
             raise Refusal(400, message, param=param, code="no_tokenizer")
         return self.serving.engine.tokenizer
 
     async def encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        """Returns a text's tokens. Other calls go on meanwhile.
-
-        Raises:
-            Refusal: The model has no tokenizer.
-        """
+        """Returns a text's tokens, if the model has a tokenizer. Other calls go on meanwhile."""
         encode = functools.partial(self.tokenizer(param).encode, text, add_special_tokens=add_special_tokens)
         if len(text) > _LONG_TEXT:
             # A few long texts would otherwise take all threads for seconds, and short ones would wait for them.
@@ -155,27 +100,14 @@ class Service:
         return await asyncio.to_thread(contained(encode))
 
     async def decode(self, tokens: Sequence[int], param: str) -> str:
-        """Returns the text of tokens, special ones too. Other calls go on meanwhile.
-
-        Raises:
-            Refusal: The model has no tokenizer.
-        """
+        """Returns the text of tokens, special ones too, if the model has a tokenizer. Other calls go on meanwhile."""
         decode = contained(self.tokenizer(param).decode)
         return await asyncio.to_thread(decode, tokens, skip_special_tokens=False)
 
     async def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Returns the text of a chat.
-
-        Args:
-            messages: The messages.
-            add_generation_prompt: Whether the text ends where an answer begins.
-            variables: What else the template may use.
-
-        Raises:
-            Refusal: There is no template, or it refuses the messages.
-        """
+        """Returns the text of a chat. A call is refused if there is no template, or if `ChatTemplate.render` refuses it."""
         template = self.template
         if template is None:
             message = "the model has no chat template: use /v1/completions"
@@ -187,11 +119,7 @@ class Service:
             raise Refusal(400, str(error), param="messages", code="chat_template") from error
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        """Checks that a grammar compiles quickly.
-
-        Raises:
-            Refusal: It doesn't.
-        """
+        """Refuses a call whose grammar doesn't compile quickly."""
         try:
             await self._compiling.run(self._grammars.check, grammar)
         except ValueError as error:
@@ -216,7 +144,7 @@ class Service:
     def _whole_text(self, token: int) -> str | None:
         """Returns a token's text if that is whole characters."""
         text = self.token_text(token) or self.special_text(token)
-        return text if text and "\ufffd" not in text else None
+        return text if text and BROKEN not in text else None
 
     def token_name(self, token: int) -> str:
         """Returns a token's text, or its number if the text is no whole characters, so that names differ."""
@@ -233,11 +161,7 @@ class Service:
         return max(value, _LEAST_LOGPROB)
 
     def check_length(self, num_tokens: int, max_tokens: int, param: str) -> None:
-        """Checks that the prompt that a field has made has tokens, and that it and its answer fit in the model.
-
-        Raises:
-            Refusal: It has none, or they don't fit.
-        """
+        """Refuses a call if the prompt that a field has made has no tokens, or does not fit in the model with its answer."""
         if num_tokens == 0:
             raise Refusal(400, f"{param} must make a prompt of at least one token, got none", param=param)
         limit = self.max_model_len
@@ -249,10 +173,9 @@ class Service:
             raise Refusal(400, message, param=param, code="context_length_exceeded")
 
     def check_count(self, count: int) -> None:
-        """Checks that the queue can hold a call's requests, before any work is done for them.
+        """Refuses a call whose requests the queue can't hold, before any work is done for them.
 
-        Raises:
-            Refusal: It can't. To try again would not help: all are queued before one can run.
+        To try again would not help: all are queued before one can run.
         """
         room = self.serving.engine.config.max_waiting
         if room is not None and count > room:
@@ -268,56 +191,6 @@ class Service:
         """
         first = lambda: params if has_seed else with_seed(params, secrets.randbelow(NUM_SEEDS))
         return [(prompt, one) for prompt in prompts for one in seeded(first(), n)]
-
-    async def answer(
-        self, request: Request, asked: Sequence[Asked], n: int, form: Form, *, stream: bool, include_usage: bool
-    ) -> Response | EventStream:
-        """Runs a call's requests and returns the answer to it, in one piece or as events.
-
-        Raises:
-            Refusal: The engine doesn't take the requests, or one failed, or they took too long.
-            ClientLeft: The client left.
-        """
-        limit = self.settings.limits.call_s
-        if stream:
-            return EventStream(self._events(asked, n, form, include_usage), limit, self.metrics.refused)
-        choices = [Choice(prompt) for prompt, _ in asked]
-
-        async def gather() -> None:
-            try:
-                async with asyncio.timeout(limit):
-                    async for place, update in run_requests(self.serving, self.metrics, asked):
-                        choices[place].add(update)
-            except TimeoutError:
-                raise too_long(limit) from None
-
-        await while_connected(request.receive, gather())
-        num_tokens = sum(len(choice.token_ids) for choice in choices)
-        num_scores = sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in choices)
-        write = lambda: json_response(form.whole(choices) | {"usage": usage(choices, num_tokens, n)})
-        # Log-probabilities of many tokens take a while to write, in which other calls go on.
-        return await asyncio.to_thread(write) if num_scores > _LONG_ANSWER else write()
-
-    async def _events(
-        self, asked: Sequence[Asked], n: int, form: Form, include_usage: bool
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        choices = [Choice(prompt) for prompt, _ in asked]
-        num_tokens, opened = 0, set[int]()
-        updates = run_requests(self.serving, self.metrics, asked)
-        try:
-            async for place, update in updates:
-                num_tokens += len(update.token_ids)
-                choices[place].count(update)
-                if place not in opened:
-                    opened.add(place)
-                    opening = form.opening(place, choices[place])
-                    if opening is not None:
-                        yield opening
-                yield form.event(place, choices[place], update)
-            if include_usage:
-                yield form.closing() | {"usage": usage(choices, num_tokens, n)}
-        finally:
-            await updates.aclose()
 
 
 def take_seed(found: Mapping[str, Any]) -> int:

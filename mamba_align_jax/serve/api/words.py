@@ -12,8 +12,7 @@ from mamba_align_jax.serve.refusals import json_response
 async def tokenize(service: Service, request: Request) -> Response:
     """Returns the tokens of a text, or of a chat as the model reads it.
 
-    Raises:
-        Refusal: The call is malformed, or the model has no tokenizer or no chat template.
+    A malformed call is refused, and so is one that needs a tokenizer or a chat template that the model lacks.
     """
     _, fields = await service.read(request)
     text = fields.take("prompt", values.text)
@@ -27,11 +26,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Returns the text of tokens, special ones too.
-
-    Raises:
-        Refusal: The call is malformed, or the model has no tokenizer.
-    """
+    """Returns the text of tokens, special ones too. A malformed call is refused, and any without a tokenizer."""
     _, fields = await service.read(request)
     vocab_size = service.serving.engine.model_config.vocab_size
     tokens = fields.need("tokens", values.integers, 0, vocab_size - 1)

@@ -73,12 +73,10 @@ _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Batch)
 
 
 def encode(time: float, events: Iterable[cache.CacheEvent], *, states: bool) -> bytes | None:
-    """Returns a batch as bytes, or None if it would be empty.
+    """Returns a batch of events in their order as bytes, or None if it would be empty.
 
-    Args:
-        time: When it happened, in seconds since 1970.
-        events: The events in their order.
-        states: Whether the events of states are written, and those of imported pages, whose tokens are not known.
+    `time` is when it happened, in seconds since 1970. `states` says whether the events of states are written, and those
+    of imported pages, whose tokens are not known.
     """
     written: list[Any] = []
     for event in events:
@@ -105,10 +103,9 @@ def encode(time: float, events: Iterable[cache.CacheEvent], *, states: bool) -> 
 
 
 def decode(payload: bytes) -> tuple[float, tuple[cache.CacheEvent, ...]]:
-    """Returns the time and the events of a batch that `encode` or vLLM has written. The salts of pages are left out.
+    """Returns the time and the events of a batch that `encode` or vLLM has written, or raises a ValueError if it is none.
 
-    Raises:
-        ValueError: The bytes are no such batch.
+    The salts of pages are left out.
     """
     try:
         batch = _DECODER.decode(payload)

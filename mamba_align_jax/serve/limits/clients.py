@@ -25,12 +25,7 @@ class ClientLeft(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits work, and cancels it when the client leaves. The call's body must have been read.
-
-    Raises:
-        ClientLeft: The client left first.
-        Exception: What the work raised.
-    """
+    """Awaits work, or raises ClientLeft and cancels it if the client leaves first. The call's body must have been read."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -62,12 +57,9 @@ class EventStream:
     def __init__(
         self, events: AsyncGenerator[Any, None], call_s: float, refused: Callable[[int, str | None], None]
     ) -> None:
-        """Makes a response.
+        """Makes a response of events that are JSON values, the last of which must have come within `call_s` seconds.
 
-        Args:
-            events: The events, each a JSON value.
-            call_s: The seconds in which the last must have come.
-            refused: Is told the status and the code of a refusal that comes after the first event.
+        `refused` is told the status and the code of a refusal that comes after the first event.
         """
         self._events, self._call_s, self._refused = events, call_s, refused
         self._has_begun = False

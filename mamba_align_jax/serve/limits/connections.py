@@ -24,18 +24,13 @@ class _Parser(httptools.HttpRequestParser):
     """
 
     def __init__(self, protocol: "GuardedProtocol") -> None:
-        """Takes the protocol that is told what was parsed."""
         super().__init__(protocol)
         self._protocol = protocol
         # As in uvicorn's own parser: what follows a call that is the last one of its connection is no error.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]
-        """Parses what has arrived.
-
-        Raises:
-            httptools.HttpParserError: It is no HTTP.
-        """
+        """Parses what has arrived, or raises an HttpParserError if it is no HTTP."""
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:

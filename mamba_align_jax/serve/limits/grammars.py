@@ -16,21 +16,16 @@ _SCRIPT = Path(__file__).with_name("_grammar_worker.py")
 
 
 class GrammarCheck:
-    """Compiles grammars as a test. One thread may call it."""
+    """Compiles grammars as a test, each in `time_limit` seconds. One thread may call it. The first call starts a process."""
 
     def __init__(self, time_limit: float) -> None:
-        """Takes the number of seconds that a grammar may take. The process starts with the first grammar."""
         self._time_limit = time_limit
         self._worker: Worker | None = None
         # What was good stays good.
         self.check = functools.lru_cache(256)(self._check)
 
     def _check(self, grammar: Grammar) -> None:
-        """Compiles a grammar of the kind "json_schema".
-
-        Raises:
-            FieldError: The grammar is wrong, or takes too long or too much memory.
-        """
+        """Compiles a "json_schema", or raises a FieldError if it is wrong or takes too long or too much memory."""
         if self._worker is None or not self._worker.is_alive:
             self._worker = Worker(_SCRIPT, str(self._time_limit))
         answer = self._worker.ask(json.dumps(grammar.text))

@@ -22,12 +22,7 @@ class OneAtATime:
         self._thread = ThreadPoolExecutor(1)
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns what a function returns.
-
-        Raises:
-            Refusal: Too many calls wait.
-            Exception: What the function raises.
-        """
+        """Returns what a function returns, or raises what it raises, or a Refusal if too many calls wait."""
         if self._count >= self._limit:
             raise overloaded("too many chats, long texts and grammars wait to be read")
         self._count += 1

@@ -1,0 +1,118 @@
+"""Answers a call: runs its requests, and writes what they generate in the form of an endpoint, in one piece or as events."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate
+from mamba_align_jax.serve.api.generation import Asked, Choice, run_requests, usage
+from mamba_align_jax.serve.api.service import Service
+from mamba_align_jax.serve.limits.clients import EventStream, too_long, while_connected
+from mamba_align_jax.serve.refusals import json_response
+
+# The number of tokens of an answer that is written quickly, even with all log-probabilities.
+_LONG_ANSWER = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How an endpoint writes the answer to one call. Choices and events are JSON values.
+
+    Attributes:
+        prefix: What the names of calls begin with.
+        whole_kind: The kind of an answer in one piece.
+        event_kind: The kind of an event.
+        service: The service.
+        with_ids: Whether token ids are reported.
+        id: The call's name, without the prefix.
+        created: When it came, in seconds since 1970.
+    """
+
+    prefix: ClassVar[str]
+    whole_kind: ClassVar[str]
+    event_kind: ClassVar[str]
+    service: Service
+    with_ids: bool
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, place: int, choice: Choice) -> dict[str, Any]:
+        """Returns the choice in place `place` of an answer that is complete."""
+        raise NotImplementedError
+
+    def opening(self, place: int, choice: Choice) -> dict[str, Any] | None:
+        """Returns the event with which a choice begins, or None. `Choice.count` was called with the first update."""
+        raise NotImplementedError
+
+    def update(self, place: int, update: RequestUpdate) -> dict[str, Any]:
+        """Returns the event for an update of a choice."""
+        raise NotImplementedError
+
+    def choice(
+        self, place: int, content: Mapping[str, Any], output: RequestOutput | None, tokens: Sequence[int]
+    ) -> dict[str, Any]:
+        """Returns a choice with this content, why it has ended, and perhaps the ids of tokens."""
+        ending = {name: output and getattr(output, name) for name in ("finish_reason", "stop_reason")}
+        return {"index": place, **content, **ending} | ({"token_ids": list(tokens)} if self.with_ids else {})
+
+    def _object(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        name, model = self.prefix + self.id, self.service.settings.model_name
+        return dict(id=name, object=kind, created=self.created, model=model, choices=choices)
+
+    async def answer(
+        self, request: Request, asked: Sequence[Asked], n: int, *, stream: bool, include_usage: bool
+    ) -> Response | EventStream:
+        """Runs a call's requests and returns the answer to it, in one piece or as events.
+
+        The call is refused if the engine doesn't take the requests, or one fails, or they take too long. ClientLeft says
+        that the client has left.
+        """
+        service, limit = self.service, self.service.settings.limits.call_s
+        if stream:
+            return EventStream(self._events(asked, n, include_usage), limit, service.metrics.refused)
+        choices = [Choice(prompt) for prompt, _ in asked]
+
+        async def gather() -> None:
+            try:
+                async with asyncio.timeout(limit):
+                    async for place, update in run_requests(service.serving, service.metrics, asked):
+                        choices[place].add(update)
+            except TimeoutError:
+                raise too_long(limit) from None
+
+        def write() -> Response:
+            written = self._object(self.whole_kind, [self.whole(*numbered) for numbered in enumerate(choices)])
+            return json_response(written | {"usage": usage(choices, num_tokens, n)})
+
+        await while_connected(request.receive, gather())
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        num_scores = sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in choices)
+        # Log-probabilities of many tokens take a while to write, in which other calls go on.
+        return await asyncio.to_thread(write) if num_scores > _LONG_ANSWER else write()
+
+    async def _events(
+        self, asked: Sequence[Asked], n: int, include_usage: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        choices = [Choice(prompt) for prompt, _ in asked]
+        num_tokens, opened = 0, set[int]()
+        updates = run_requests(self.service.serving, self.service.metrics, asked)
+        try:
+            async for place, update in updates:
+                num_tokens += len(update.token_ids)
+                choices[place].count(update)
+                if place not in opened:
+                    opened.add(place)
+                    opening = self.opening(place, choices[place])
+                    if opening is not None:
+                        yield self._object(self.event_kind, [opening])
+                yield self._object(self.event_kind, [self.update(place, update)])
+            if include_usage:
+                yield self._object(self.event_kind, []) | {"usage": usage(choices, num_tokens, n)}
+        finally:
+            await updates.aclose()
