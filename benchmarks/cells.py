@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.rows import Row
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.device.sizing import align_config
-from mamba_align_jax.load.modes import COMPARED_MODES, MODES
+from mamba_align_jax.load.bench import COMPARED_MODES, MODES
 from mamba_align_jax.load.workloads import ClosedLoop, Loop, MultiTurn, OpenLoop, PrefixRepetition, Workload
 
 # Guesses of seconds for the large model on an H200, so that a run's length is known before it starts: a decode step of 16

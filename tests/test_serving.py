@@ -20,9 +20,9 @@ from mamba_align_jax.engine.device import runner
 from mamba_align_jax.engine.scheduling import buckets
 from mamba_align_jax.engine.scheduling.levels import Level
 from mamba_align_jax.load import client
+from mamba_align_jax.load.bench import COMPARED_MODES
 from mamba_align_jax.load.client import Run, Served, serve
 from mamba_align_jax.load.metrics import attainable, summary
-from mamba_align_jax.load.modes import COMPARED_MODES
 from mamba_align_jax.load.workloads import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition
 
 REPETITION = PrefixRepetition(prefix=32, suffix=8, output=4, prompts=10)

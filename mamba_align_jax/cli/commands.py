@@ -21,14 +21,13 @@ from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.running import trace
 from mamba_align_jax.load import bench
-from mamba_align_jax.load.modes import COMPARED_MODES
+from mamba_align_jax.load.bench import COMPARED_MODES
 from mamba_align_jax.serve import command as serving
 
 if TYPE_CHECKING:
     from mamba_align_jax.engine.running.engine import Engine
 
 _CONSOLE = Console()
-_DTYPES = "float32", "bfloat16", "float16"
 
 
 @contextlib.contextmanager
@@ -42,16 +41,25 @@ def _loading() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
+def _load_model(options: argparse.Namespace, dtype: str | None, *, is_large: bool = False) -> Any:
+    """Loads a model. A large one, which needs the memory of several devices, goes through that of the host."""
+    import jax
+
+    from mamba_align_jax.models import load_model
+
+    place = jax.local_devices(backend="cpu")[0] if is_large else None
+    with _loading() as loaded, jax.default_device(place):
+        return load_model(options.model, dtype, loaded)
+
+
 def _demo(options: argparse.Namespace) -> int:
     from mamba_align_jax.cli import demo
     from mamba_align_jax.engine.reference import Reference
-    from mamba_align_jax.models import load_model
 
     if options.json:
         Path(options.json).touch()  # a file that can't be written is refused at once
     # The bundled weights are bfloat16. They run in float32, so that rounding cannot hide a wrong state.
-    with _loading() as loaded:
-        model = load_model(options.model, "float32", loaded)
+    model = _load_model(options, "float32")
     reference = Reference(model)
     results = []
     with Progress(console=_CONSOLE) as progress:
@@ -151,7 +159,6 @@ def _serve(options: argparse.Namespace) -> int:
 
     from mamba_align_jax.engine.running.engine import Engine
     from mamba_align_jax.engine.text.tokenizer import load_tokenizer
-    from mamba_align_jax.models import load_model
     from mamba_align_jax.sharding import AXIS
 
     if options.coordinator is not None:
@@ -167,10 +174,7 @@ def _serve(options: argparse.Namespace) -> int:
         mesh = jax.make_mesh((size,), (AXIS,), devices=devices[:size])
 
     def load(config: EngineConfig) -> Engine:
-        # A model that needs the memory of several devices goes through that of the host.
-        place = jax.local_devices(backend="cpu")[0] if mesh else None
-        with _loading() as loaded, jax.default_device(place):
-            model = load_model(options.model, options.dtype, loaded)
+        model = _load_model(options, options.dtype, is_large=mesh is not None)
         return Engine(model, config, mesh=mesh, tokenizer=load_tokenizer(options.model))
 
     return serving.run(options, load)
@@ -178,11 +182,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _serve_together(options: argparse.Namespace) -> int:
     """Serves as process 0 of several, or works for it as another one."""
-    import jax
-
     from mamba_align_jax.engine.text.tokenizer import load_tokenizer
     from mamba_align_jax.errors import ProcessLostError
-    from mamba_align_jax.models import load_model
     from mamba_align_jax.processes import EXIT_STATUS, Processes
 
     serving.make_settings(options)
@@ -195,9 +196,7 @@ def _serve_together(options: argparse.Namespace) -> int:
         print(f"mamba-align: {error}", file=sys.stderr)
         return EXIT_STATUS
     with together as processes:
-        # A model that needs the memory of all devices goes through that of the host.
-        with _loading() as loaded, jax.default_device(jax.local_devices(backend="cpu")[0]):
-            model = load_model(options.model, options.dtype, loaded)
+        model = _load_model(options, options.dtype, is_large=True)
         if not processes.is_leader:
             try:
                 processes.follow(model)
@@ -259,10 +258,7 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from mamba_align_jax.models import load_model
-
-    with _loading() as loaded:
-        model = load_model(options.model, options.dtype, loaded)
+    model = _load_model(options, options.dtype)
     with _CONSOLE.status("") as status:
         rows = bench.bench(model, options, lambda mode: status.update(f"timing {mode}"))
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -281,53 +277,43 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mamba-align", description="Align-mode prefix caching for hybrid models.")
     parser.add_argument("--version", action="version", version=f"mamba-align {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    model = dict(
-        type=Path, default=BYTE_MODEL, metavar="DIR", help="a Hugging Face directory; default: the bundled model"
-    )
+    model = argparse.ArgumentParser(add_help=False)
+    text = "a Hugging Face directory; default: the bundled model"
+    model.add_argument("--model", type=Path, default=BYTE_MODEL, metavar="DIR", help=text)
 
-    demo = commands.add_parser("demo", help="serve the same requests in every mode, check every token, and compare")
-    demo.add_argument("--model", **model)
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, *options: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, parents=options)
+        command.set_defaults(run=run)
+        return command
+
+    demo = add("demo", _demo, "serve the same requests in every mode, check every token, and compare", model)
     demo.add_argument("--json", metavar="FILE", help="write the table's numbers to FILE")
-    demo.set_defaults(run=_demo)
 
-    generate = commands.add_parser("generate", help="continue a text")
-    generate.add_argument("--model", **model)
+    generate = add("generate", _generate, "continue a text", model)
     generate.add_argument("--prompt", required=True, metavar="TEXT")
     _add_sampling(generate, max_tokens=128)
-    generate.set_defaults(run=_generate)
 
-    chat = commands.add_parser("chat", help="talk with a model, whose cache keeps what was said")
-    chat.add_argument("--model", **model)
+    chat = add("chat", _chat, "talk with a model, whose cache keeps what was said", model)
     chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")
-    chat.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given several times"
-    )
+    text = "ends an answer; may be given several times"
+    chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
     _add_sampling(chat, max_tokens=512)
-    chat.set_defaults(run=_chat)
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP, with OpenAI's API")
-    serve.add_argument("--model", **model)
-    serving.add_options(serve)
-    serve.set_defaults(run=_serve)
+    serving.add_options(add("serve", _serve, "serve a model over HTTP, with OpenAI's API", model))
 
-    info = commands.add_parser("info", help="show what a model's states cost and how many blocks fit")
-    info.add_argument("--model", **model)
+    info = add("info", _info, "show what a model's states cost and how many blocks fit", model)
     info.add_argument("--block-size", type=int, default=64)
     info.add_argument("--prefix-cache", default="align")
-    info.set_defaults(run=_info)
 
-    steps = commands.add_parser(
-        "trace", help="print a file that Engine.trace wrote, one line for each row of each step"
-    )
+    steps = add("trace", _trace, "print a file that Engine.trace wrote, one line for each row of each step")
     steps.add_argument("file", metavar="FILE", type=Path)
     steps.add_argument("--request", type=int, metavar="ID", help="print this request only")
-    steps.set_defaults(run=_trace)
 
-    load = commands.add_parser("bench", help="time the engine under load, in several modes")
-    load.add_argument("--model", **model)
-    load.add_argument("--dtype", choices=_DTYPES, help="default: the dtype of the weights")
+    load = add("bench", _bench, "time the engine under load, in several modes", model)
+    serving.add_dtype(load)
     bench.add_options(load)
-    load.set_defaults(run=_bench)
     return parser
 
 
@@ -336,7 +322,7 @@ def _add_sampling(command: argparse.ArgumentParser, max_tokens: int) -> None:
     command.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s")
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: the most likely tokens")
     command.add_argument("--seed", type=int, default=0, metavar="N")
-    command.add_argument("--dtype", choices=_DTYPES, help="default: the dtype of the weights")
+    serving.add_dtype(command)
 
 
 def main(arguments: list[str] | None = None) -> int:

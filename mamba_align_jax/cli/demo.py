@@ -18,7 +18,7 @@ from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.engine.scheduling.buckets import programs_of
 from mamba_align_jax.engine.scheduling.request import RequestOutput
-from mamba_align_jax.load.modes import COMPARED_MODES
+from mamba_align_jax.load.bench import COMPARED_MODES
 
 CONFIG: dict[str, Any] = dict(
     block_size=64, kv_page_size=16, max_num_seqs=4, max_num_batched_tokens=256, max_model_len=1024
@@ -78,29 +78,24 @@ _TURNS = (
 _SAMPLE = 'def split_lines(text):\n    """Return a list of '
 
 
-class DemoConversation:
-    """The demo's prompts, in waves. The prompts of a wave run together, and later waves continue earlier answers."""
+def _waves(serve: Callable[[list[list[int]]], list[RequestOutput]]) -> Iterator[list[RequestOutput]]:
+    """Yields the outputs of the demo's prompts, wave after wave. Later waves continue earlier answers.
 
-    def __init__(self, serve: Callable[[list[list[int]]], list[RequestOutput]]) -> None:
-        """`serve` generates one wave: it takes prompts of token ids and returns their outputs in the same order."""
-        self._serve = serve
-        self.num_waves = 2 + len(_TURNS)
-
-    def run(self) -> Iterator[list[RequestOutput]]:
-        """Serves the waves one after another and yields the outputs of each."""
-        preamble = encode(_preamble())
-        # A prefix can be shared once it has been computed, so the first request with it runs alone.
-        yield self._serve([preamble + encode(_QUESTIONS[0])])
-        yield self._serve([preamble + encode(question) for question in _QUESTIONS[1:]])
-        talks = [
-            encode(f"# Module {name}.\n" + _preamble()[start : start + 160])
-            for name, start in zip("abc", (0, 90, 180), strict=True)
-        ]
-        for turn in _TURNS:
-            talks = [talk + encode(turn) for talk in talks]
-            outputs = self._serve(talks)
-            talks = [talk + list(output.token_ids) for talk, output in zip(talks, outputs, strict=True)]
-            yield outputs
+    `serve` returns the outputs of the prompts of one wave, which run together.
+    """
+    preamble = encode(_preamble())
+    # A prefix can be shared once it has been computed, so the first request with it runs alone.
+    yield serve([preamble + encode(_QUESTIONS[0])])
+    yield serve([preamble + encode(question) for question in _QUESTIONS[1:]])
+    talks = [
+        encode(f"# Module {name}.\n" + _preamble()[start : start + 160])
+        for name, start in zip("abc", (0, 90, 180), strict=True)
+    ]
+    for turn in _TURNS:
+        talks = [talk + encode(turn) for talk in talks]
+        outputs = serve(talks)
+        talks = [talk + list(output.token_ids) for talk, output in zip(talks, outputs, strict=True)]
+        yield outputs
 
 
 def make_engine(model: Any, mode: str) -> Engine:
@@ -119,19 +114,15 @@ def run_mode(
 ) -> tuple[ModeResult, int]:
     """Compiles the engine, serves the demo's requests and checks them. Returns what was measured and the number of requests.
 
-    Args:
-        engine: A new engine in that mode, over a float32 model.
-        reference: A reference with the same weights.
-        mode: A name in `COMPARED_MODES`.
-        start: Starts a progress bar: it takes the number of turns, and returns the function to call after each turn.
+    The engine is a new one in that mode, over a float32 model, and the reference has the same weights. `start` starts a
+    progress bar: it takes the number of turns, and returns the function to call after each turn.
     """
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    conversation = DemoConversation(lambda prompts: engine.generate(prompts, params))
-    num_programs = len(programs_of(engine.runner.buckets, draws=False))
-    progress = start(num_programs + conversation.num_waves)
+    num_programs, num_waves = len(programs_of(engine.runner.buckets, draws=False)), 2 + len(_TURNS)
+    progress = start(num_programs + num_waves)
     engine.warmup(progress, draws=False)
     outputs = []
-    for wave in conversation.run():
+    for wave in _waves(lambda prompts: engine.generate(prompts, params)):
         outputs += wave
         progress()
     stats = engine.stats

@@ -7,13 +7,20 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import EngineConfig
-from mamba_align_jax.load.modes import COMPARED_MODES, MODES
 from mamba_align_jax.load.workloads import ClosedLoop, Loop, MultiTurn, OpenLoop, PrefixRepetition, Workload
+
+# The fields of EngineConfig that make each mode. Every model serves these.
+COMPARED_MODES: dict[str, dict[str, Any]] = {
+    "none": dict(prefix_cache="none"),
+    "align/pre_copy": dict(prefix_cache="align", policy="pre_copy"),
+    "align/copy_free": dict(prefix_cache="align", policy="copy_free"),
+}
+# Those that the benchmark can measure besides, with models that serve them.
+MODES = COMPARED_MODES | {"align/deferred": dict(prefix_cache="align", policy="deferred")}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,15 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the table's numbers to FILE, a JSON object in each line")
 
 
-@dataclass(frozen=True)
-class _BenchSpec:
-    workload: Workload
-    loop: Loop
-    fields: dict[str, Any]
-
-
-def _plan(options: argparse.Namespace) -> _BenchSpec:
-    """Checks the options and returns what they ask for."""
+def _plan(options: argparse.Namespace) -> tuple[Workload, Loop, dict[str, Any]]:
+    """Checks the options, and returns the load and the fields of the engine's configuration that they ask for."""
     output, suffix, seed = options.output, options.suffix, values.integer("--seed", options.seed, 0)
     for name in ("runs", "turns", "concurrency"):
         values.integer(f"--{name}", getattr(options, name), 1)
@@ -61,33 +61,27 @@ def _plan(options: argparse.Namespace) -> _BenchSpec:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=-(-workload.longest // page) * page,
     )
-    return _BenchSpec(workload, loop, fields)
+    return workload, loop, fields
 
 
 def bench(model: Any, options: argparse.Namespace, report: Callable[[str], None]) -> list[dict[str, Any]]:
     """Times each mode that the options name, and returns a row for each: the medians of its runs.
 
     Prompts are random tokens, and no end token ends an answer early. Every run begins with an empty prefix cache.
-
-    Args:
-        model: A loaded model.
-        options: Those of `add_options`.
-        report: Is called with the name of each mode before it is compiled.
-
-    Raises:
-        ValueError: An option has a value that it can't have. The error names it.
+    `report` gets the name of each mode before it is compiled. A ValueError names an option with a value that it can't
+    have.
     """
     from mamba_align_jax.engine.running.engine import Engine
-    from mamba_align_jax.load.runs import free_pools, medians, run_load
+    from mamba_align_jax.load.metrics import free_pools, medians, run_load
 
-    plan, rows = _plan(options), []
+    (workload, loop, fields), rows = _plan(options), []
     for mode in options.mode or COMPARED_MODES:
         report(mode)
-        engine = Engine(model, EngineConfig(**plan.fields, **MODES[mode]))
+        engine = Engine(model, EngineConfig(**fields, **MODES[mode]))
         engine.warmup(draws=False)
-        runs = [run_load(engine, plan.workload, plan.loop, options.seed) for _ in range(options.runs)]
+        runs = [run_load(engine, workload, loop, options.seed) for _ in range(options.runs)]
         free_pools(engine)
-        rows.append({"mode": mode, "workload": plan.workload.name, "loop": plan.loop.name} | medians(runs))
+        rows.append({"mode": mode, "workload": workload.name, "loop": loop.name} | medians(runs))
     if options.json is not None:
         with open(options.json, "w") as lines:
             lines.writelines(json.dumps(row) + "\n" for row in rows)

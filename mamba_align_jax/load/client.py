@@ -86,16 +86,8 @@ class _Turn:
 def serve(engine: Engine, sessions: Sequence[Session], output: int, loop: Loop) -> Run:
     """Sends the sessions when the loop says, and steps the engine until all of them are served.
 
-    The next turn of a session is sent when the previous one is answered.
-
-    Args:
-        engine: An engine whose programs are compiled and that has no requests.
-        sessions: The user's tokens in each turn of each session.
-        output: The number of tokens of each answer. No end token ends an answer early.
-        loop: When each session begins.
-
-    Raises:
-        Exception: An engine step failed; this is the error that it raised.
+    The next turn of a session is sent when the previous one is answered. Each answer has `output` tokens: no end token
+    ends it early. The engine has compiled its programs and has no requests. The error of a step that fails is raised.
     """
     begin = time.perf_counter()
     now = lambda: time.perf_counter() - begin
@@ -137,11 +129,6 @@ def serve(engine: Engine, sessions: Sequence[Session], output: int, loop: Loop) 
 
 def _served(turn: _Turn, output: RequestOutput) -> Served:
     assert turn.admitted is not None
-    return Served(
-        output.prompt_token_ids,
-        output.token_ids,
-        output.num_cached_tokens,
-        turn.arrival,
-        turn.admitted,
-        tuple(turn.sent + t for t in output.token_times),
-    )
+    times = tuple(turn.sent + seconds for seconds in output.token_times)
+    cached = output.num_cached_tokens
+    return Served(output.prompt_token_ids, output.token_ids, cached, turn.arrival, turn.admitted, times)

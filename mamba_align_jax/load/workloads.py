@@ -1,7 +1,8 @@
 """Describes serving load: sessions of random tokens, and the loops that say when each session begins.
 
-A session is what one user sends, turn by turn. The prompt of a turn is everything said before it (the user's turns and the
-engine's answers) followed by the turn's own tokens.
+A session is what one user sends, turn by turn. The prompt of a turn is everything said before it (the user's turns and
+the engine's answers) followed by the turn's own tokens. Every class here raises a ValueError for a number that is none,
+and where there would be no session, no turn, or a prompt or an answer without tokens.
 """
 
 import math
@@ -27,9 +28,6 @@ class PrefixRepetition:
         output: The number of tokens of each answer.
         prefixes: The number of different prefixes.
         prompts: The number of prompts.
-
-    Raises:
-        ValueError: There would be no prompt, a prompt or an answer would have no tokens, or a number is none.
     """
 
     prefix: int = 4096
@@ -55,11 +53,7 @@ class PrefixRepetition:
         return self.prompts
 
     def sessions(self, vocab: int, seed: int) -> list[Session]:
-        """Draws the sessions. Tokens are in [0, `vocab`); equal seeds give equal sessions.
-
-        Raises:
-            ValueError: `vocab` is less than 1, or the seed is less than 0.
-        """
+        """Draws the sessions. Tokens are in [0, `vocab`); equal seeds, from 0 on, give equal sessions."""
         rng = _random(vocab, seed)
         prefixes = [_draw(rng, self.prefix, vocab) for _ in range(self.prefixes)]
         owners = [number * self.prefixes // self.prompts for number in range(self.prompts)]
@@ -76,10 +70,6 @@ class MultiTurn:
         first: The number of tokens of the first prompt.
         turn: The number of new tokens of each later turn.
         output: The number of tokens of each answer.
-
-    Raises:
-        ValueError: There would be no conversation or no turn, the first prompt or an answer would have no tokens, or a
-            number is none.
     """
 
     conversations: int = 16
@@ -103,11 +93,7 @@ class MultiTurn:
         return self.conversations * self.turns
 
     def sessions(self, vocab: int, seed: int) -> list[Session]:
-        """Draws the sessions. Tokens are in [0, `vocab`); equal seeds give equal sessions.
-
-        Raises:
-            ValueError: `vocab` is less than 1, or the seed is less than 0.
-        """
+        """See `PrefixRepetition.sessions`."""
         rng = _random(vocab, seed)
         sizes = [self.first, *[self.turn] * (self.turns - 1)]
         return [tuple(_draw(rng, size, vocab) for size in sizes) for _ in range(self.conversations)]
@@ -133,11 +119,7 @@ def _draw(rng: np.random.Generator, size: int, vocab: int) -> Tokens:
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """Keeps `concurrency` sessions open: the next session begins when one ends.
-
-    Raises:
-        ValueError: `concurrency` is less than 1.
-    """
+    """Keeps `concurrency` sessions open, at least 1: the next session begins when one ends."""
 
     concurrency: int
     name: str = field(default="closed", init=False)
@@ -154,8 +136,7 @@ class ClosedLoop:
 class OpenLoop:
     """Begins sessions at random times, `rate` a second on average (a Poisson process), however many are open.
 
-    Raises:
-        ValueError: `rate` is not greater than 0, or the seed is less than 0.
+    The rate is greater than 0, and the seed at least 0.
     """
 
     rate: float
