@@ -77,9 +77,9 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """Checks a name that is one of `choices`."""
-    require(isinstance(value, str) and value in choices, name, f"one of {tuple(choices)}", value)
+def choice(name: str, value: Any, choices: Collection[str], note: str = "") -> str:
+    """Checks a name that is one of `choices`. `note` is added to the error: chats say so that they take no tools."""
+    require(isinstance(value, str) and value in choices, name, f"one of {tuple(choices)}{note}", value)
     return value
 
 
