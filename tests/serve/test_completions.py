@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
 
@@ -44,6 +46,19 @@ def test_the_last_event_has_the_usage_if_the_client_asks_for_it(served):
     *_, last = served.events("/v1/completions", fields)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_event_has_the_usage_so_far_if_the_client_asks_for_it(served, path):
+    asks = dict(prompt=PROMPT) if path == "/v1/completions" else dict(messages=[dict(role="user", content="What?")])
+    options = dict(include_usage=True, continuous_usage_stats=True)
+    events = served.events(path, asks | dict(max_tokens=3, ignore_eos=True, stream_options=options))
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-2:] == [3, 3]
+    assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+    without = served.events(path, asks | dict(max_tokens=3, stream_options=dict(continuous_usage_stats=True)))
+    assert not any("usage" in event for event in without)
 
 
 def test_several_prompts_of_any_kind_are_answered_in_order(served):

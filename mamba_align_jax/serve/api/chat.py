@@ -36,7 +36,7 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
     tokens = await take_prompt(service, fields)
     n = fields.take("n", values.integer, 1, limits.choices) or 1
     service.check_count(n)
-    stream, include_usage = take_stream(fields)
+    streaming = take_stream(fields)
     with_logprobs = fields.take("logprobs", values.flag) or False
     top_logprobs = fields.take("top_logprobs", values.integer, 0, limits.logprobs)
     max_tokens = fields.take("max_completion_tokens", values.integer, 1)
@@ -59,7 +59,7 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
     service.check_length(len(tokens), params.max_tokens, "messages")
     asked = service.choices_of([tokens], params, n)
     form = _ChatForm(service=service, with_ids=with_ids, with_logprobs=with_logprobs)
-    return await form.answer(request, asked, n, stream=stream, include_usage=include_usage)
+    return await form.answer(request, asked, n, streaming)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.scheduling.request import RequestUpdate, TokenLogprobs
 from mamba_align_jax.serve.api.fields import Fields
-from mamba_align_jax.serve.api.form import Form
+from mamba_align_jax.serve.api.form import Form, Streaming
 from mamba_align_jax.serve.api.generation import Choice
 from mamba_align_jax.serve.api.offsets import TextOffsets
 from mamba_align_jax.serve.api.sampling import make_params, take_sampling
@@ -29,7 +29,7 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     prompts = fields.need("prompt", _prompts, service)
     n = fields.take("n", values.integer, 1, limits.choices) or 1
     service.check_count(n * len(prompts))
-    stream, include_usage = take_stream(fields)
+    streaming = take_stream(fields)
     echo = fields.take("echo", values.flag) or False
     logprobs = fields.take("logprobs", values.integer, 0, limits.logprobs)
     max_tokens = fields.take("max_tokens", values.integer, 0)
@@ -56,25 +56,25 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     shown = [("", 0)] * len(asked) if echoed is None else [*zip(echoed, (len(one) for one, _ in asked), strict=True)]
     offsets = [TextOffsets(service, *one) for one in shown] if logprobs is not None else None
     form = _CompletionForm(service=service, with_ids=with_ids, echoed=echoed, offsets=offsets)
-    return await form.answer(request, asked, n, stream=stream, include_usage=include_usage)
+    return await form.answer(request, asked, n, streaming)
 
 
-def take_stream(fields: Fields) -> tuple[bool, bool]:
-    """Takes `stream` and `stream_options`. Returns whether the answer is a stream, and whether its last event has the usage.
+def take_stream(fields: Fields) -> Streaming | None:
+    """Takes `stream` and `stream_options`. Returns what a stream has, or None if the answer is no stream.
 
     Options for a stream that is not asked for are refused.
     """
     stream = fields.take("stream", values.flag) or False
     options = fields.take("stream_options", lambda name, value: Fields(value, name))
     if options is None:
-        return stream, False
+        return Streaming() if stream else None
     include_usage = options.take("include_usage", values.flag) or False
+    continuous = options.take("continuous_usage_stats", values.flag) or False
     options.refuse("include_obfuscation", (False,), "is not supported")
-    options.refuse("continuous_usage_stats", (False,), "is not supported")
     options.end()
     if not stream:
         raise Refusal(400, "stream_options needs stream to be true", param="stream_options")
-    return stream, include_usage
+    return Streaming(include_usage, include_usage and continuous)
 
 
 def _prompts(name: str, value: Any, service: Service) -> list[Prompt]:

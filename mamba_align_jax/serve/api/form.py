@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +18,13 @@ from mamba_align_jax.serve.refusals import json_response
 
 # The number of tokens of an answer that is written quickly, even with all log-probabilities.
 _LONG_ANSWER = 256
+
+
+class Streaming(NamedTuple):
+    """What a stream has besides the updates: the usage in an event at its end, and so far in every event."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +73,16 @@ class Form:
         return dict(id=name, object=kind, created=self.created, model=model, choices=choices)
 
     async def answer(
-        self, request: Request, asked: Sequence[Asked], n: int, *, stream: bool, include_usage: bool
+        self, request: Request, asked: Sequence[Asked], n: int, streaming: Streaming | None
     ) -> Response | EventStream:
-        """Runs a call's requests and returns the answer to it, in one piece or as events.
+        """Runs a call's requests and returns the answer to it, in one piece if `streaming` is None, or else as events.
 
         The call is refused if the engine doesn't take the requests, or one fails, or they take too long. ClientLeft says
         that the client has left.
         """
         service, limit = self.service, self.service.settings.limits.call_s
-        if stream:
-            return EventStream(self._events(asked, n, include_usage), limit, service.metrics.refused)
+        if streaming is not None:
+            return EventStream(self._events(asked, n, streaming), limit, service.metrics.refused)
         choices = [Choice(prompt) for prompt, _ in asked]
 
         async def gather() -> None:
@@ -97,10 +104,15 @@ class Form:
         return await asyncio.to_thread(write) if num_scores > _LONG_ANSWER else write()
 
     async def _events(
-        self, asked: Sequence[Asked], n: int, include_usage: bool
+        self, asked: Sequence[Asked], n: int, streaming: Streaming
     ) -> AsyncGenerator[dict[str, Any], None]:
         choices = [Choice(prompt) for prompt, _ in asked]
         num_tokens, opened = 0, set[int]()
+
+        def event(*parts: dict[str, Any], with_usage: bool) -> dict[str, Any]:
+            written = self._object(self.event_kind, parts)
+            return written | {"usage": usage(choices, num_tokens, n)} if with_usage else written
+
         updates = run_requests(self.service.serving, self.service.metrics, asked)
         try:
             async for place, update in updates:
@@ -110,9 +122,9 @@ class Form:
                     opened.add(place)
                     opening = self.opening(place, choices[place])
                     if opening is not None:
-                        yield self._object(self.event_kind, [opening])
-                yield self._object(self.event_kind, [self.update(place, update)])
-            if include_usage:
-                yield self._object(self.event_kind, []) | {"usage": usage(choices, num_tokens, n)}
+                        yield event(opening, with_usage=streaming.continuous_usage)
+                yield event(self.update(place, update), with_usage=streaming.continuous_usage)
+            if streaming.include_usage:
+                yield event(with_usage=True)
         finally:
             await updates.aclose()
