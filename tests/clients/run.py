@@ -24,7 +24,7 @@ from mamba_align_jax.data import BYTE_MODEL
 HERE, KEY = Path(__file__).parent, "key-of-the-clients"
 BUILD = HERE.parents[1] / "build" / "clients"
 # Clients, and whether they need a Python newer than the oldest of the project.
-CLIENTS = {"openai": False, "lm_eval": True, "inference_perf": True}
+CLIENTS = {"openai": False, "lm_eval": True, "inference_perf": True, "guidellm": False}
 
 
 def newer_python():
