@@ -36,9 +36,14 @@ class Corrections:
         num_computed_tokens: Sequence[int],
         put: Put = jax.device_put,
     ) -> "Corrections":
-        """Checks the entries and pads them to `bucket`. `put` is that of `StepBatch.from_host`.
+        """Checks the entries and pads them to `bucket`.
 
-        The slots are all distinct. What each of them has computed is described at `correct_counts`.
+        Args:
+            align: The configuration.
+            bucket: Entries of the result.
+            slots: The slots, all distinct.
+            num_computed_tokens: What each slot has computed: see `correct_counts`.
+            put: See `StepBatch.from_host`.
 
         Raises:
             ValueError: An entry is wrong. The text names it.

@@ -72,7 +72,11 @@ class TableUpdates:
     ) -> "TableUpdates":
         """Checks (group, slot, column, block) entries and pads them to `bucket`.
 
-        An entry may be repeated, but no place may get two blocks. `put` is that of `StepBatch.from_host`.
+        Args:
+            align: The configuration.
+            bucket: Entries of the result.
+            entries: May repeat an entry, but not give two blocks to one place.
+            put: See `StepBatch.from_host`.
 
         Raises:
             ValueError: There are more than `bucket` entries, an entry is out of range, or two entries give different

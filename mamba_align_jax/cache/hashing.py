@@ -50,9 +50,12 @@ class HashChain:
     """
 
     def __init__(self, block_size: int, salt: bytes = b"", memo: HashMemo | None = None) -> None:
-        """Creates a chain. Prefixes with different salts, which separate tenants, never match.
+        """Creates a chain.
 
-        Chains that share a `memo` find each other's hashes.
+        Args:
+            block_size: Tokens per block.
+            salt: Separates tenants. Prefixes with different salts never match.
+            memo: Remembers the hashes, for other chains that share it; None remembers nothing.
 
         Raises:
             ValueError: `block_size` is no whole number from 1 on, `salt` is no bytes, or `memo` no HashMemo.
@@ -69,7 +72,11 @@ class HashChain:
         """Returns the chain that a request continues with its own tokens, of which `length` are those of this chain.
 
         That is this chain itself for the first request that asks, and a new one for each other request, because several
-        requests may enter on one lookup. `length` is a multiple of `block_size`.
+        requests may enter on one lookup.
+
+        Args:
+            request: The request's name.
+            length: A multiple of `block_size`.
         """
         if self._owner in ((), (request,)):
             self._owner = (request,)
@@ -96,9 +103,13 @@ class HashChain:
     def between(self, tokens: Sequence[int], begin: int, end: int) -> list[bytes]:
         """Returns the hashes of the blocks of `tokens[begin:end]`, in order: those that `at` returns one by one.
 
+        Args:
+            tokens: Must begin with the tokens that earlier calls were given.
+            begin: A multiple of `block_size`, at least 0.
+            end: A multiple of `block_size`, at least `begin`.
+
         Raises:
-            ValueError: `begin` or `end` is no multiple of `block_size`, 0 <= begin <= end does not hold, or there are
-                fewer tokens than `end`.
+            ValueError: `begin` or `end` is something else, or there are fewer tokens than `end`.
         """
         size = self.block_size
         if not type(begin) is type(end) is int or not 0 <= begin <= end or begin % size or end % size:

@@ -133,9 +133,15 @@ class HybridCache:
     ) -> int:
         """Returns the end of the next prefill chunk, or 0 if the request should wait for the next step.
 
-        The chunk does not end inside a block merely because other rows of the step have used up a part of the budget.
-        In mode "all" it takes the whole budget, and in mode "none" as well. `budget` is how many of the step's
-        `max_num_batched_tokens` tokens are left. The other arguments are those of `next_chunk_end`.
+        The chunk does not end inside a block merely because other rows of the step have used up a part of the budget. In
+        mode "all" it takes the whole budget, and in mode "none" as well.
+
+        Args:
+            start: The first position to compute.
+            budget: How many of the step's tokens are left.
+            max_num_batched_tokens: The budget of a whole step.
+            prompt: The number of tokens known so far.
+            stops: Positions at which a chunk should end: see `next_chunk_end`.
         """
         start, budget = values.integer("chunk_end: start", start, 0), values.integer("chunk_end: budget", budget)
         prompt = values.integer("chunk_end: prompt", prompt, 0)
@@ -150,11 +156,19 @@ class HybridCache:
         return end
 
     def shorter_end(self, request: Hashable, start: int, end: int, hit: HybridHit | None = None) -> int:
-        """Returns where a chunk from `start` to `end` may end instead if `allocate` has no blocks for it, or else 0.
+        """Returns where a prefill chunk from `start` to `end` may end instead if `allocate` has no blocks for it.
 
-        In mode "all" a chunk needs a block for each boundary inside it, so a shorter one needs fewer. It gives them
-        back after its dispatch. It would not give back pages, so it is not shortened where those are too few. The
-        result is the last boundary before `end` for which there are blocks.
+        In mode "all" a chunk needs a block for each boundary inside it, so a shorter one needs fewer. It gives them back
+        after its dispatch. It would not give back pages, so it is not shortened where those are too few.
+
+        Args:
+            request: The request's name. An unknown request enters.
+            start: The first position to compute.
+            end: The end of the chunk that doesn't fit.
+            hit: As for `allocate`.
+
+        Returns:
+            The last boundary before `end` for which there are blocks; 0 if there is none.
         """
         state, pages = (hit.state, hit.pages) if hit else (None, ())
         if self.states.mode != "all" or not self.kv.fits(request, end, pages):
@@ -178,8 +192,16 @@ class HybridCache:
     ) -> Allocation | None:
         """Gives the request the state blocks and KV pages that a step needs. Publishes nothing.
 
-        The arguments are those of `StateBlockManager.allocate`; `hit` is what `lookup` of this cache returned in the
-        same scheduling pass, if the request enters.
+        Args:
+            request: The request's name. An unknown request enters.
+            min_computed: The smallest number of tokens that may have been computed before the step, as far as the host
+                knows.
+            max_computed: The largest such number.
+            num_tokens: The number of tokens in the step, drafts included.
+            num_drafts: How many of them are drafts.
+            hit: What `lookup` returned in the same scheduling pass, if the request enters.
+            keep: The boundaries that stay cached, if the request enters. None keeps every boundary that its steps end
+                on or pass.
 
         Returns:
             The new entries of the request's rows. None, with nothing changed or evicted, if a pool has too few blocks.
@@ -248,7 +270,10 @@ class HybridCache:
     def commit(self, request: Hashable, tokens: Sequence[int], computed: int) -> int:
         """Records the result of the request's oldest step in flight, and publishes what the step filled.
 
-        `tokens` are the request's, of which `computed` count as computed now.
+        Args:
+            request: A request that has a step in flight.
+            tokens: Its tokens.
+            computed: How many of the tokens count as computed now.
 
         Returns:
             The last boundary that the request keeps and whose state is written, in tokens, or 0 for none.
@@ -285,7 +310,8 @@ class HybridCache:
     def vacate(self, staying: Container[Hashable]) -> None:
         """Releases all blocks and pages that requests hold, wherever an earlier call was cut off. What is cached stays.
 
-        Requests that are not in `staying` are forgotten.
+        Args:
+            staying: The requests that may return. All others are forgotten.
 
         Raises:
             AssertionError: The cache doesn't account for every block, because a call was cut off in the middle of a

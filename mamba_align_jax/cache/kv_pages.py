@@ -26,9 +26,12 @@ class KVPageManager:
     """Manages pages of keys and values. One page id stands for a page in every attention layer."""
 
     def __init__(self, num_pages: int, page_size: int, *, on_eviction: Callable[[], object] = lambda: None) -> None:
-        """Creates an empty cache of `num_pages` pages, page 0 included, which is never handed out.
+        """Creates an empty cache.
 
-        `on_eviction` is called without arguments once for each cached page that is evicted.
+        Args:
+            num_pages: Size of the pool, page 0 included, which is never handed out.
+            page_size: Tokens per page.
+            on_eviction: Called without arguments once for each cached page that is evicted.
 
         Raises:
             ValueError: A size is no whole number, or too small.
@@ -52,7 +55,9 @@ class KVPageManager:
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
         """Returns the cached pages of the longest cached prefix of `tokens`, in order. The pages are not held yet.
 
-        `chain` has the hashes of these tokens in blocks of `page_size`.
+        Args:
+            tokens: The request's tokens.
+            chain: The hashes of these tokens in blocks of `page_size`.
         """
         values.tokens("lookup: tokens", tokens)
         self._check_chain("lookup", chain)
@@ -90,14 +95,17 @@ class KVPageManager:
     def allocate(
         self, request: Hashable, num_tokens: int, *, hit: Sequence[int] = (), chain: HashChain | None = None
     ) -> list[tuple[int, int]] | None:
-        """Gives the request pages for its first `num_tokens` positions, those of this step included.
+        """Gives the request pages for its first `num_tokens` positions.
 
-        An unknown request enters with its first pages, `hit`, as `lookup` returned them in the same scheduling pass,
-        and with the hashes `chain` that `lookup` was given.
+        Args:
+            request: The request's name. An unknown request enters with the pages `hit` and the hashes `chain`.
+            num_tokens: The number of positions, including those of this step.
+            hit: The request's first pages, as `lookup` returned them in the same scheduling pass.
+            chain: The chain that `lookup` was given.
 
         Returns:
-            The (number, page) entries that are new in the request's row. None, with nothing changed, if there are too
-            few pages.
+            The (number, page) entries that are new in the request's row. None, with nothing changed, if the pool has
+            too few pages.
 
         Raises:
             ValueError: `num_tokens` is no number of tokens, or a page of `hit` is not cached any more.

@@ -36,9 +36,14 @@ def interior_boundaries(
 ) -> InteriorBoundaries | None:
     """Finds the boundaries inside the rows of a step, for `step_inputs`, `LayerStep.create` and `split_rows`.
 
-    It can be called inside a jitted step, after `begin_step`, which has returned `indices`. Verify rows have entries as
-    well, which are not used. The tables have a block in each column that a prefill row passes. No prefill row has more
-    than `max_tokens` tokens, such as those of all prefill rows together. `align` and that number are static.
+    It can be called inside a jitted step. Verify rows have entries as well, which are not used.
+
+    Args:
+        align: The configuration. Static.
+        batch: The step's rows.
+        indices: The result of `begin_step`.
+        tables: The step's tables. They have a block in each column that a prefill row passes.
+        max_tokens: The largest number of tokens in a prefill row, such as that of all prefill rows together. Static.
 
     Returns:
         The boundaries. None if the mode is not "all", or if there are no prefill tokens: then nothing is kept.

@@ -45,9 +45,15 @@ class TokenPages:
         return PageIndices(layer=layer, page=self.kv_page, offset=self.kv_offset)
 
     def put(self, pool: jax.Array, layer: jax.Array, values: jax.Array) -> jax.Array:
-        """Writes each token's key, or its value, [tokens, heads, dim], to its page, and returns the updated pool.
+        """Writes each token's key, or its value, to its page.
 
-        `pool` has the pages of all layers, [layers, pages, page_size, heads, dim]. It is donated.
+        Args:
+            pool: Pages of all layers, [layers, pages, page_size, heads, dim]. `pool` is donated.
+            layer: Index of the layer. int32 scalar
+            values: What is written. [tokens, heads, dim]
+
+        Returns:
+            The updated pool.
         """
         return pool.at[layer, self.kv_page, self.kv_offset].set(values.astype(pool.dtype), mode="drop")
 
@@ -114,7 +120,13 @@ class LayerStep:
     ) -> "LayerStep":
         """Makes the value for layer 0 of group 0, in a step without attention layers. `at` makes those of other layers.
 
-        The arguments are those of `step_inputs`. `num_decode_rows` and `num_tokens` are static.
+        Args:
+            batch: The step's rows, decode and verify rows first.
+            indices: The result of `begin_step`.
+            num_decode_rows: Number of decode and verify rows, padding rows among them included. Static.
+            num_tokens: Number of packed tokens, padding included. Static.
+            implementation: Implementation of the ops; None chooses by platform.
+            interior: The boundaries inside the prefill rows, whose states they keep in mode "all"; None to keep none.
 
         Raises:
             ValueError: `num_decode_rows` or `num_tokens` is no whole number, or out of range.
@@ -146,13 +158,18 @@ class LayerStep:
         tokens: tuple[jax.Array, ...],
         pools: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
-        """Runs a function for each kind of rows, `f(rows, *tokens, *pools) -> (outputs, *pools)`: see `RowSplit.apply`.
+        """Runs a function for each kind of rows: `f(rows, *tokens, *pools) -> (outputs, *pools)`.
 
-        `rows` are those of this layer, with the blocks of its group, and the prefill rows with their chunks. The first
-        axis of `tokens` is the packed tokens.
+        `rows` are those of this layer, with the blocks of its group, and the prefill rows with their chunks.
+
+        Args:
+            decode: Runs the decode and verify rows.
+            prefill: Runs the prefill rows.
+            tokens: Arrays whose first axis is the packed tokens.
+            pools: Arrays that both functions take and return.
 
         Returns:
-            The outputs of all tokens in packed order, followed by the pools.
+            The outputs of all tokens in packed order, followed by the pools. See `RowSplit.apply`.
         """
 
         def run(function: Callable[..., tuple[jax.Array, ...]], chunks: Chunks | None) -> Any:

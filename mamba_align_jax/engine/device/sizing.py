@@ -41,8 +41,9 @@ class PoolSizes:
 def align_config(config: EngineConfig, model: ServedModel) -> AlignConfig:
     """Returns how the model's states are kept. The model already has the layouts of the configuration.
 
-    A ValueError is raised if `max_model_len` exceeds the model's limit, or if the model's states can't be deferred, and an
-    UnsupportedError if the mode is "all" and a layer keeps no boundaries inside a chunk.
+    Raises:
+        ValueError: `max_model_len` exceeds the model's limit, or the model's states can't be deferred.
+        UnsupportedError: The mode is "all", and a layer keeps no boundaries inside a chunk.
     """
     if config.prefix_cache == "all":
         # A model that does not say is taken to keep none.
@@ -94,11 +95,20 @@ def pool_sizes(
 ) -> PoolSizes:
     """Returns the configured sizes, or as many blocks and pages as fit.
 
-    There is one state block for every `block_size` tokens of pages, besides those that running requests hold. A
-    ValueError is raised if a pool is too small for one request. The model may be one device's share of it. The device with
-    the least free memory decides, or JAX's first one if there are none. A drafter on the device may keep layers of keys and
-    values. `weight_bytes` are those of weights that are not in the device's memory yet. `steps_in_flight` steps may be
-    unread when another one is dispatched; None is the configuration's number.
+    There is one state block for every `block_size` tokens of pages, besides those that running requests hold.
+
+    Args:
+        align: How states are kept.
+        config: The engine's configuration.
+        model: The model, or one device's share of it.
+        devices: The device with the least free memory decides. If empty, JAX's first device decides.
+        drafter: The drafter on the device, which may keep layers of keys and values.
+        weight_bytes: Bytes of weights that are not in the device's memory yet.
+        steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread; None is the
+            configuration's number.
+
+    Raises:
+        ValueError: A pool is too small for one request.
     """
     page_bytes = pages_spec(model, drafter).bytes_per_page(config.kv_page_size)
     # The chunks of one step share its tokens, and return the blocks of the boundaries inside them after its dispatch.
@@ -142,8 +152,15 @@ def check_memory(
 ) -> None:
     """Refuses sizes that can't be in memory whatever else is, before any memory is asked for.
 
-    A ValueError says that the pools, the tables of all slots or the arrays of the largest step need more memory than
-    there is.
+    Args:
+        align: How states are kept.
+        config: The engine's configuration.
+        sizes: The sizes of the pools.
+        vocab_size: The number of tokens that the model knows.
+        devices: As for `pool_sizes`.
+
+    Raises:
+        ValueError: The pools, the tables of all slots or the arrays of the largest step need more memory than there is.
     """
     logits = 4 * vocab_size
     pages = -(-align.max_model_len // config.kv_page_size)
