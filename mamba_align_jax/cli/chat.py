@@ -16,8 +16,11 @@ HELP = "/new begins another conversation, /exit or Ctrl-D ends, Ctrl-C ends an a
 def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Generator[RequestUpdate, None, None]:
     """Runs one request, and yields what is new of it. Its caller alone steps the engine.
 
-    If the iterator is closed before its end, or anything is raised, the request is aborted. It raises a ValueError if
-    the request can never run, and the exception that ended the request.
+    If the iterator is closed before its end, or anything is raised, the request is aborted.
+
+    Raises:
+        ValueError: The request can never run.
+        Exception: The exception that ended the request.
     """
     yield from _updates(engine, engine.add_request(prompt, params))
 
@@ -61,8 +64,9 @@ class Conversation:
     def say(self, text: str) -> Generator[str, None, None]:
         """Says something, and yields the answer as it comes. An answer that is left early stays as far as it was said.
 
-        A ValueError says that the conversation has become longer than the model can read, or that the template or the
-        engine refuses it. Then nothing was said.
+        Raises:
+            ValueError: The conversation has become longer than the model can read, or the template or the engine refuses
+                it. Then nothing was said.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._tokenizer.encode(self._template.render(messages), add_special_tokens=False)

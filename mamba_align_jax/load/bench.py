@@ -68,8 +68,14 @@ def bench(model: Any, options: argparse.Namespace, report: Callable[[str], None]
     """Times each mode that the options name, and returns a row for each: the medians of its runs.
 
     Prompts are random tokens, and no end token ends an answer early. Every run begins with an empty prefix cache.
-    `report` gets the name of each mode before it is compiled. A ValueError names an option with a value that it can't
-    have.
+
+    Args:
+        model: A loaded model.
+        options: Those of `add_options`.
+        report: Is called with the name of each mode before it is compiled.
+
+    Raises:
+        ValueError: An option has a value that it can't have. The error names it.
     """
     from mamba_align_jax.engine.running.engine import Engine
     from mamba_align_jax.load.metrics import free_pools, medians, run_load

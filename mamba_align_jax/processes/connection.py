@@ -63,10 +63,16 @@ class Connection:
             self._lock.release()
 
     def receive(self, longest: int = _LONGEST, seconds: float | None = None) -> Message:
-        """Waits for a message of at most `longest` bytes, all of which must have come within so many seconds.
+        """Waits for a message.
 
-        None waits as long as it takes. A number changes the time that `set_timeout` has set. An OSError says that the
-        connection is lost or the time is over, and a ValueError that what came is no message, or a longer one.
+        Args:
+            longest: The bytes that it has at most.
+            seconds: Seconds in which all of it must have come; None waits as long as it takes. A number changes the time
+                that `set_timeout` has set.
+
+        Raises:
+            OSError: The connection is lost, or the time is over.
+            ValueError: What came is no message, or a longer one.
         """
         end = None if seconds is None else time.monotonic() + seconds
         lengths = _LENGTHS.unpack(self._read(_LENGTHS.size, end))

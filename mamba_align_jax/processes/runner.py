@@ -117,7 +117,11 @@ class Follower:
         self._padding: dict[Bucket, Packed] = {}
 
     def obey(self, message: Message) -> None:
-        """Runs one command, or raises a ValueError if the message is none."""
+        """Runs one command.
+
+        Raises:
+            ValueError: The message is no command.
+        """
         runner, values = self._runner, message.values
         match message.name:
             case "do_step":

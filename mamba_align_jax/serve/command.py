@@ -60,8 +60,13 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int:
     """Serves a model until the process is told to stop, and returns the exit status.
 
-    `options.model` is the model's directory, and `load` makes an engine. An option with a wrong value raises a
-    ValueError, and a file that can't be read an OSError.
+    Args:
+        options: The options, with the model's directory as `model`.
+        load: Makes an engine.
+
+    Raises:
+        ValueError: An option has a wrong value.
+        OSError: A file can't be read.
     """
     try:
         import uvicorn

@@ -37,7 +37,8 @@ class Fields:
     def take(self, name: str, check: Callable[..., T], *limits: Any) -> T | None:
         """Returns a field's value as `check(name, value, *limits)` returns it; None if the field is absent.
 
-        If the check raises a ValueError, the call is refused.
+        Raises:
+            Refusal: The check raised a ValueError.
         """
         if name not in self._left:
             return None

@@ -27,8 +27,9 @@ def add_event_options(parser: argparse.ArgumentParser) -> None:
 def event_listener(options: argparse.Namespace) -> Iterator[Callable[[tuple[Any, ...]], None] | None]:
     """Opens the sockets that the options ask for. Yields what publishes the events of an engine, or None.
 
-    It raises a ValueError if an address can't be opened or lacks the one that it belongs to, or without the extra
-    "events".
+    Raises:
+        ValueError: An address can't be opened or is there without the one that it belongs to, or the extra "events" is not
+            installed.
     """
     for name in ("kv_events", "state_events"):
         if getattr(options, f"{name}_replay") is not None and getattr(options, name) is None:

@@ -22,13 +22,16 @@ class EventReader:
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
-        """Connects to a publisher, which may start later. An endpoint that is no address raises a ValueError.
+        """Connects to a publisher, which may start later.
 
         Args:
             endpoint: Where it publishes.
             replay_endpoint: Where it sends again what was lost. Without one a gap is answered by `CacheCleared`, because
                 what is known has become wrong.
             topic: Only messages whose topic begins with this are read.
+
+        Raises:
+            ValueError: An endpoint is no address.
         """
         self._context = zmq.Context()
         self._replay_endpoint = replay_endpoint
@@ -50,7 +53,8 @@ class EventReader:
     def read(self, timeout_s: float) -> tuple[CacheEvent, ...]:
         """Waits for events, and returns the next ones. It returns none when the time is over.
 
-        A ValueError says that what was published are no batches of cache events.
+        Raises:
+            ValueError: What was published are no batches of cache events.
         """
         timeout_s = values.number("read: timeout_s", timeout_s, 0, 1e6, "a number of seconds, at least 0")
         end = time.monotonic() + timeout_s

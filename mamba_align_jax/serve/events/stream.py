@@ -103,9 +103,10 @@ def encode(time: float, events: Iterable[cache.CacheEvent], *, states: bool) -> 
 
 
 def decode(payload: bytes) -> tuple[float, tuple[cache.CacheEvent, ...]]:
-    """Returns the time and the events of a batch that `encode` or vLLM has written, or raises a ValueError if it is none.
+    """Returns the time and the events of a batch that `encode` or vLLM has written. The salts of pages are left out.
 
-    The salts of pages are left out.
+    Raises:
+        ValueError: The bytes are no such batch.
     """
     try:
         batch = _DECODER.decode(payload)
