@@ -9,7 +9,6 @@ import numpy as np
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.config import AlignConfig
-from mamba_align_jax.errors import FieldError
 
 # Takes an array to the device, or leaves it on the host for a jitted function to transfer.
 Put = Callable[[np.ndarray], jax.Array]
@@ -64,14 +63,14 @@ class StepBatch:
         lengths = {"query_start_loc": len(query_start_loc) - 1, "num_drafts": len(num_drafts)}
         for name, length in lengths.items():
             if length != rows:
-                raise FieldError(f"StepBatch: {name}", f"describe {rows} rows", str(length), "must")
+                raise ValueError(f"StepBatch: {name} must describe {rows} rows, got {length}")
         if rows > bucket:
-            raise FieldError("StepBatch: bucket", f"at least {rows} rows", str(bucket))
-        first = query_start_loc[0] if rows else 0
-        values.require(first == 0, "StepBatch: query_start_loc", "start at 0", first, "must")
+            raise ValueError(f"StepBatch: bucket must be at least {rows} rows, got {bucket}")
+        if rows and query_start_loc[0] != 0:
+            raise ValueError(f"StepBatch: query_start_loc must start at 0, got {query_start_loc[0]}")
         arrays = [np.asarray(given, np.int64) for given in (idx_mapping, query_start_loc, num_drafts)]
-        if rows:
-            _check_rows(align, *arrays)
+        if rows and not _is_right(align, *arrays):
+            _raise_for_row(align, idx_mapping, query_start_loc, num_drafts)
 
         def pad(given: np.ndarray, length: int, fill: int) -> jax.Array:
             padded = np.full(length, fill, np.int32)
@@ -91,32 +90,43 @@ class StepBatch:
         return jnp.diff(self.query_start_loc)
 
 
-def _check_rows(align: AlignConfig, slots: np.ndarray, starts: np.ndarray, drafts: np.ndarray) -> None:
-    """Raises the error of `StepBatch.from_host` for the first row that is wrong.
-
-    It looks at all rows at once, because `from_host` is called in every step.
-    """
-    lengths, end, most = np.diff(starts), align.max_num_seqs, align.num_speculative_tokens
-    is_repeated = np.ones(len(slots), np.bool_)
-    is_repeated[np.unique(slots, return_index=True)[1]] = False
-    rules = (
-        ("idx_mapping must be in [-1, {end}), got {slot}", (slots < -1) | (slots >= end)),
-        ("idx_mapping repeats slot {slot} of row {first}", is_repeated & (slots >= 0)),
-        ("query_start_loc must not decrease, got {start} then {stop}", lengths < 0),
-        ("a padding row must have no tokens, got {length}", (slots < 0) & (lengths > 0)),
-        ("num_drafts must be in [-1, {most}], got {drafts}", (drafts < -1) | (drafts > most)),
-        (
-            "a verify row with {drafts} drafts must have {wanted} tokens, got {length}",
-            (drafts >= 0) & (lengths != 0) & (lengths != 1 + drafts),
-        ),
-        ("must have at most max_model_len = {longest} tokens, got {length}", lengths > align.max_model_len),
+def _is_right(align: AlignConfig, slots: np.ndarray, starts: np.ndarray, num_drafts: np.ndarray) -> bool:
+    """Whether all rows are right. It takes all rows at once, because `from_host` is called in every step."""
+    lengths, used = np.diff(starts), slots[slots >= 0]
+    return bool(
+        np.all((slots >= -1) & (slots < align.max_num_seqs))
+        and np.max(np.bincount(used), initial=0) <= 1
+        and np.all((lengths >= 0) & (lengths <= align.max_model_len))
+        and np.all((slots >= 0) | (lengths == 0))
+        and np.all((num_drafts >= -1) & (num_drafts <= align.num_speculative_tokens))
+        and np.all((num_drafts < 0) | (lengths == 0) | (lengths == 1 + num_drafts))
     )
-    wrong = np.stack([where for _, where in rules])
-    if not wrong.any():
-        return
-    row = int(np.argmax(wrong.any(axis=0)))
-    text, _ = rules[int(np.argmax(wrong[:, row]))]
-    limits = dict(end=end, most=most, longest=align.max_model_len, wanted=1 + drafts[row])
-    found = dict(slot=slots[row], start=starts[row], stop=starts[row + 1], length=lengths[row], drafts=drafts[row])
-    problem = text.format(**limits, **found, first=np.argmax(slots == slots[row]))
-    raise ValueError(f"StepBatch: row {row}: {problem}")
+
+
+def _raise_for_row(
+    align: AlignConfig, idx_mapping: Sequence[int], query_start_loc: Sequence[int], num_drafts: Sequence[int]
+) -> None:
+    """Raises the error of `StepBatch.from_host` for the first row that is wrong."""
+    seen: dict[int, int] = {}
+    for row, (slot, start, end, drafts) in enumerate(
+        zip(idx_mapping, query_start_loc[:-1], query_start_loc[1:], num_drafts, strict=True)
+    ):
+        problem = None
+        if not -1 <= slot < align.max_num_seqs:
+            problem = f"idx_mapping must be in [-1, {align.max_num_seqs}), got {slot}"
+        elif slot >= 0 and slot in seen:
+            problem = f"idx_mapping repeats slot {slot} of row {seen[slot]}"
+        elif end < start:
+            problem = f"query_start_loc must not decrease, got {start} then {end}"
+        elif slot < 0 and end > start:
+            problem = f"a padding row must have no tokens, got {end - start}"
+        elif not -1 <= drafts <= align.num_speculative_tokens:
+            problem = f"num_drafts must be in [-1, {align.num_speculative_tokens}], got {drafts}"
+        elif drafts >= 0 and end - start not in (0, 1 + drafts):
+            problem = f"a verify row with {drafts} drafts must have {1 + drafts} tokens, got {end - start}"
+        elif end - start > align.max_model_len:
+            problem = f"must have at most max_model_len = {align.max_model_len} tokens, got {end - start}"
+        if problem:
+            raise ValueError(f"StepBatch: row {row}: {problem}")
+        if slot >= 0:
+            seen[slot] = row
