@@ -115,6 +115,18 @@ class Rows(Arguments):
             return dict(checkpoint_offset=None, checkpoint_block=None)
         return dict(checkpoint_offset=self.checkpoints.offset, checkpoint_block=self.checkpoints.block)
 
+    @property
+    def prefill_inputs(self) -> dict[str, jax.Array | None]:
+        """The rows as inputs of a Triton kernel that keeps a row's final state, and the states of checkpoints."""
+        inputs = dict(layer=self.layer, query_start_loc=self.query_start_loc)
+        return inputs | dict(read_block=self.read, write_block=self.write[:, 0]) | self.checkpoint_inputs
+
+    @property
+    def update_inputs(self) -> dict[str, jax.Array]:
+        """The rows as inputs of a Triton kernel that keeps the state after each token."""
+        inputs = dict(layer=self.layer, query_start_loc=self.query_start_loc)
+        return inputs | dict(read_block=self.read, write_blocks=self.write)
+
     def of_group(self, group: int, layer: int | jax.Array) -> "Rows":
         """Return the rows with their blocks of one group of layers, for one of its layers."""
         at = lambda blocks: None if blocks is None else blocks[group]

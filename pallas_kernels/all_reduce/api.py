@@ -4,17 +4,19 @@ Sources: NCCL's protocol "LL" for words of a value and a flag; the all-reduce ke
 one-shot algorithm and for the residual stream and its norm in the same kernel.
 """
 
-import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._check import checked, dtype_of, require
+from pallas_kernels._run_op import run_op
 from pallas_kernels.all_reduce import pallas_triton, xla
 from pallas_kernels.all_reduce.config import Config
 from pallas_kernels.all_reduce.mailboxes import Mailboxes
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels.dispatch import Run
+from pallas_kernels.rms_norm.config import Norm
 
 
 @checked
@@ -54,7 +56,9 @@ def all_reduce(
     require(addend.shape[0] >= 1, "all_reduce: addend must have at least one partial sum, got none")
     if 0 in addend.shape:
         return jnp.zeros(addend.shape[1:], jnp.float32), epoch
-    return _run("all_reduce", (addend, mailboxes, epoch), addend.shape, (), run)
+    run, reason = _run_of(addend, mailboxes, run)
+    implementations = dict(xla=xla.all_reduce, triton=pallas_triton.all_reduce)
+    return run_op("all_reduce", (addend, mailboxes, epoch), run, **implementations, unsupported=reason)
 
 
 @checked
@@ -83,19 +87,19 @@ def all_reduce_rms_norm(
     dtype = dtype_of("all_reduce_rms_norm", "out_dtype", out_dtype, x.dtype)
     if x.size == 0:
         return x, x.astype(dtype), epoch
-    options = dict(epsilon=float(epsilon), offset=float(offset), scale=float(scale), out_dtype=dtype)
-    operands, options = (x, addend, weight, mailboxes, epoch), tuple(options.items())
-    return _run("all_reduce_rms_norm", operands, addend.shape, options, run)
-
-
-@functools.partial(jax.jit, static_argnames=("op", "shape", "options", "run"))
-def _run(op, operands, shape, options, run):
-    reason = pallas_triton.unsupported(shape, operands[-2].capacity, run.config)
-    return dispatch(
-        op,
-        "xla" if reason and run.implementation is None else run.implementation,
-        operands,
-        xla=functools.partial(getattr(xla, op), **dict(options)),
-        triton=functools.partial(getattr(pallas_triton, op), run=run, **dict(options)),
+    run, reason = _run_of(addend, mailboxes, run)
+    return run_op(
+        "all_reduce_rms_norm",
+        (x, addend, weight, mailboxes, epoch),
+        run,
+        xla=xla.all_reduce_rms_norm,
+        triton=pallas_triton.all_reduce_rms_norm,
         unsupported=reason,
+        norm=Norm(float(epsilon), float(offset), float(scale), dtype),
     )
+
+
+def _run_of(addend: jax.Array, mailboxes: Mailboxes, run: Run) -> tuple[Run, str | None]:
+    """Return how the op runs, which is by XLA if no implementation is named that can run, and why Triton cannot."""
+    reason = pallas_triton.unsupported(addend.shape, mailboxes.capacity, run.config)
+    return replace(run, implementation="xla") if reason and run.implementation is None else run, reason

@@ -11,6 +11,7 @@ from pallas_kernels.all_reduce.config import Config, default_config
 from pallas_kernels.all_reduce.mailboxes import SIDES, WORD_BYTES, Mailboxes
 from pallas_kernels.dispatch import Run
 from pallas_kernels.rms_norm import pallas_triton as rms_norm
+from pallas_kernels.rms_norm.config import Norm
 
 
 def _row_words(num_channels: int, pack: int) -> int:
@@ -51,20 +52,15 @@ def _sum(refs: pt.Refs, token: jax.Array, channel: jax.Array, exists: jax.Array,
     return pt.assembly(text, constraints, total, wide(epoch), offset, *halves, pack=pack)
 
 
-def _kernel(refs: pt.Refs, *, axis: str, pack: int, interpret: bool):
+def _kernel(refs: pt.Refs, *, axis: str, pack: int, interpret: bool, norm: Norm | None = None):
     token = pt.program_id(0)
     num_channels = refs.addend.shape[2]
     channel, exists = pt.lanes(0, pt.power_of_two(num_channels), num_channels)
     total = _sum(refs, token, channel, exists, axis, pack, interpret)
-    pt.store(refs.total.at[token, channel], total, mask=exists)
-
-
-def _norm_kernel(refs: pt.Refs, *, epsilon: float, offset: float, scale: float, axis: str, pack: int, interpret: bool):
-    token = pt.program_id(0)
-    num_channels = refs.addend.shape[2]
-    channel, exists = pt.lanes(0, pt.power_of_two(num_channels), num_channels)
-    total = _sum(refs, token, channel, exists, axis, pack, interpret)
-    rms_norm.store_normed(refs, token, channel, exists, total, epsilon=epsilon, offset=offset, scale=scale)
+    if norm is None:
+        pt.store(refs.total.at[token, channel], total, mask=exists)
+    else:
+        rms_norm.store_normed(refs, token, channel, exists, total, norm)
 
 
 def _call(kernel, name, addend, mailboxes, epoch, run, inputs, outputs):
@@ -98,15 +94,11 @@ def all_reduce_rms_norm(
     mailboxes: Mailboxes,
     epoch: jax.Array,
     *,
-    epsilon: float,
-    offset: float,
-    scale: float,
-    out_dtype: jnp.dtype,
+    norm: Norm,
     run: Run,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See api.py."""
-    kernel = functools.partial(_norm_kernel, epsilon=epsilon, offset=offset, scale=scale)
-    inputs = dict(x=x, weight=weight)
-    outputs = dict(total=jax.ShapeDtypeStruct(x.shape, x.dtype), normed=jax.ShapeDtypeStruct(x.shape, out_dtype))
+    kernel, inputs = functools.partial(_kernel, norm=norm), dict(x=x, weight=weight)
+    outputs = dict(total=jax.ShapeDtypeStruct(x.shape, x.dtype), normed=jax.ShapeDtypeStruct(x.shape, norm.out_dtype))
     results, epoch = _call(kernel, "all_reduce_rms_norm", addend, mailboxes, epoch, run, inputs, outputs)
     return results["total"], results["normed"], epoch

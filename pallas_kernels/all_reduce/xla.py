@@ -1,10 +1,10 @@
 """all_reduce in plain jax.numpy, by XLA's own sum over the devices. No mailbox is used, and the epoch stays the same."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.all_reduce.mailboxes import Mailboxes
 from pallas_kernels.rms_norm import xla
+from pallas_kernels.rms_norm.config import Norm
 
 
 def _sum(addend: jax.Array, axis: str) -> jax.Array:
@@ -23,11 +23,7 @@ def all_reduce_rms_norm(
     mailboxes: Mailboxes,
     epoch: jax.Array,
     *,
-    epsilon: float,
-    offset: float,
-    scale: float,
-    out_dtype: jnp.dtype,
+    norm: Norm,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See api.py."""
-    options = dict(epsilon=epsilon, offset=offset, scale=scale, out_dtype=out_dtype)
-    return *xla.add_rms_norm(x, _sum(addend, mailboxes.axis)[None], weight, **options), epoch
+    return *xla.add_rms_norm(x, _sum(addend, mailboxes.axis)[None], weight, norm=norm), epoch

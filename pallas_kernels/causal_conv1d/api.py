@@ -1,6 +1,5 @@
 """The public functions of causal_conv1d: their contracts, checks and dispatch."""
 
-import functools
 from typing import Any, Literal
 
 import jax
@@ -8,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels._check import check_layout, checked, require, sizes_of
+from pallas_kernels._run_op import run_op
 from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.causal_conv1d import pallas_triton, xla
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 
 Activation = Literal["silu"] | None
@@ -101,7 +101,16 @@ def causal_conv1d_update(
     if rows.num_rows and (has_tokens or rows.boundary is not None):
         # No array of a kernel may be empty. A token after the last row changes nothing.
         inputs = x if has_tokens else jnp.zeros((1, x.shape[1]), x.dtype)
-        outs, pool = _update((inputs, pool, weight, bias, rows), activation, sizes, layout, run)
+        outs, pool = run_op(
+            name,
+            (inputs, pool, weight, bias, rows),
+            run,
+            xla=xla.causal_conv1d_update,
+            triton=pallas_triton.causal_conv1d_update,
+            activation=activation,
+            parts=sizes,
+            layout=layout,
+        )
     if outs is None or not has_tokens:
         outs = tuple(jnp.zeros((x.shape[0], size), x.dtype) for size in sizes)
     return (outs[0] if parts is None else outs), pool
@@ -157,29 +166,14 @@ def causal_conv1d_prefill(
     if x.shape[0] == 0 or rows.num_rows == 0:
         outs = tuple(jnp.zeros((x.shape[0], size), x.dtype) for size in sizes)
     else:
-        outs, pool = _prefill((x, pool, weight, bias, rows), activation, sizes, layout, run)
+        outs, pool = run_op(
+            name,
+            (x, pool, weight, bias, rows),
+            run,
+            xla=xla.causal_conv1d_prefill,
+            triton=pallas_triton.causal_conv1d_prefill,
+            activation=activation,
+            parts=sizes,
+            layout=layout,
+        )
     return (outs[0] if parts is None else outs), pool
-
-
-@functools.partial(jax.jit, static_argnames=("activation", "parts", "layout", "run"))
-def _update(operands, activation, parts, layout, run):
-    options = dict(activation=activation, parts=parts, layout=layout)
-    return dispatch(
-        "causal_conv1d_update",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.causal_conv1d_update, **options),
-        triton=functools.partial(pallas_triton.causal_conv1d_update, **options, run=run),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("activation", "parts", "layout", "run"))
-def _prefill(operands, activation, parts, layout, run):
-    options = dict(activation=activation, parts=parts, layout=layout)
-    return dispatch(
-        "causal_conv1d_prefill",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.causal_conv1d_prefill, **options),
-        triton=functools.partial(pallas_triton.causal_conv1d_prefill, **options, run=run),
-    )

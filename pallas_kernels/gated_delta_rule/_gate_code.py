@@ -1,28 +1,22 @@
 """The gates of a head, computed by single threads on Hopper GPUs. `Gates.compute` computes the same."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from pallas_kernels import hopper as hp
 from pallas_kernels.gated_delta_rule.gates import Gates
 
 
-class Gate(NamedTuple):
-    """The options of gates and norms: see the arguments of `gated_delta_rule_update`."""
+def log_decay(gates: Gates, raw: Any, rate: Any, bias: Any) -> Any:
+    """Return the log decay of a token, given its raw projection, `A_log` and `dt_bias`, all in float32."""
+    raw, rate = raw + bias, hp.exp(rate)
+    if gates.lower_bound is None:
+        return -(rate * hp.softplus(raw))
+    return hp.f32(gates.lower_bound) * _sigmoid(rate * raw)
 
-    gates: Gates
-    scale: float
-    use_qk_l2norm: bool
 
-    def log_decay(self, raw: Any, rate: Any, bias: Any) -> Any:
-        """Return the log decay of a token, given its raw projection, `A_log` and `dt_bias`, all in float32."""
-        raw, rate = raw + bias, hp.exp(rate)
-        if self.gates.lower_bound is None:
-            return -(rate * hp.softplus(raw))
-        return hp.f32(self.gates.lower_bound) * _sigmoid(rate * raw)
-
-    def beta(self, raw: Any) -> Any:
-        """Return a token's correction strength, given its raw projection in float32."""
-        return _sigmoid(raw) * (2.0 if self.gates.allow_neg_eigval else 1.0)
+def beta(gates: Gates, raw: Any) -> Any:
+    """Return a token's correction strength, given its raw projection in float32."""
+    return _sigmoid(raw) * (2.0 if gates.allow_neg_eigval else 1.0)
 
 
 def _sigmoid(x: Any) -> Any:

@@ -1,17 +1,16 @@
 """The public functions of gated_delta_rule: their contracts, checks and dispatch."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels._check import check_layout, checked, require
-from pallas_kernels._mosaic_available import unavailable
+from pallas_kernels._run_op import run_op
 from pallas_kernels.blocks import StateLayout, state_dims
 from pallas_kernels.chunks import check_chunks
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels.dispatch import Run
 from pallas_kernels.gated_delta_rule import pallas_triton, xla
+from pallas_kernels.gated_delta_rule._arguments import Options, Projections, Tokens
 from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
 from pallas_kernels.gated_delta_rule.gates import Gates
 from pallas_kernels.gated_delta_rule.prefill import launch
@@ -130,25 +129,30 @@ def gated_delta_rule_update(
             arrays of 16 or 32 bits, layout "VK", a decay per head, value_dim in multiples of 64, 128, 256 or 512 bytes of
             keys per value dim, and no `config`, and needs JAX 0.11.2 or newer.
     """
-    check_layout("gated_delta_rule_update", layout, StateLayout)
+    name = "gated_delta_rule_update"
+    check_layout(name, layout, StateLayout)
     value_heads, value_dim, key_dim = state_dims(pool, layout)
     key_channels = qkv.shape[1] - value_heads * value_dim
     require(
         key_channels > 0 and key_channels % (2 * key_dim) == 0 and value_heads % (key_channels // (2 * key_dim)) == 0,
-        f"gated_delta_rule_update: qkv must have 2 * key_heads * {key_dim} + {value_heads} * {value_dim} channels, "
+        f"{name}: qkv must have 2 * key_heads * {key_dim} + {value_heads} * {value_dim} channels, "
         f"where key_heads divides {value_heads}, got {qkv.shape[1]}",
     )
-    _check_gates("gated_delta_rule_update", a, dt_bias, gates)
+    _check_gates(name, a, dt_bias, gates)
     wanted = a.shape[2] if a.ndim == 3 else key_dim
-    require(
-        key_dim == wanted,
-        f"gated_delta_rule_update: pool must have {wanted} key dims as {layout}, got {list(pool.shape)}",
-    )
-    rows, run = rows.having("gated_delta_rule_update", "read", "write"), run.checked("gated_delta_rule_update", Config)
+    require(key_dim == wanted, f"{name}: pool must have {wanted} key dims as {layout}, got {list(pool.shape)}")
+    rows, run = rows.having(name, "read", "write"), run.checked(name, Config)
     if qkv.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype), pool
-    operands = (qkv, a, b, A_log, dt_bias, pool, rows)
-    return _update(operands, gates, key_dim**-0.5 if scale is None else scale, use_qk_l2norm, layout, run)
+    return run_op(
+        name,
+        (Projections(qkv, a, b, A_log, dt_bias), pool, rows),
+        run,
+        xla=xla.gated_delta_rule_update,
+        triton=pallas_triton.gated_delta_rule_update,
+        sm90="pallas_kernels.gated_delta_rule.sm90",
+        options=Options(key_dim**-0.5 if scale is None else scale, use_qk_l2norm, layout, gates),
+    )
 
 
 @checked
@@ -198,8 +202,14 @@ def gated_delta_rule_recurrent(
     rows, run = rows.having(name, "read", "write"), run.checked(name, Config)
     if v.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros_like(v), pool
-    scale = k.shape[2] ** -0.5 if scale is None else scale
-    return _recurrent((q, k, v, g, beta, pool, rows), scale, use_qk_l2norm, layout, run)
+    return run_op(
+        name,
+        (Tokens(q, k, v, g, beta), pool, rows),
+        run,
+        xla=xla.gated_delta_rule_recurrent,
+        triton=pallas_triton.gated_delta_rule_recurrent,
+        options=Options(k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, layout),
+    )
 
 
 def _check_heads(name: str, k: jax.Array, v: jax.Array, pool: jax.Array, layout: StateLayout) -> None:
@@ -278,70 +288,13 @@ def gated_delta_rule_prefill(
     if v.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros_like(v), pool
     check_chunks(name, rows.chunks, rows.num_rows, v.shape[0])
-    scale = k.shape[2] ** -0.5 if scale is None else scale
-    unsupported = launch.unsupported(rows.chunks.chunk_size, k.shape[-1])
-    return _prefill((q, k, v, g, beta, pool, rows), scale, use_qk_l2norm, layout, run, unsupported)
-
-
-_STATIC = ("scale", "use_qk_l2norm", "layout", "run")
-
-
-@functools.partial(jax.jit, static_argnames=("gates", *_STATIC))
-def _update(operands, gates, scale, use_qk_l2norm, layout, run):
-    options = dict(gates=gates, scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout)
-    return dispatch(
-        "gated_delta_rule_update",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.gated_delta_rule_update, **options),
-        triton=functools.partial(pallas_triton.gated_delta_rule_update, **options, run=run),
-        mosaic_gpu=_update_by_mosaic_gpu(operands, options, run),
+    return run_op(
+        name,
+        (Tokens(q, k, v, g, beta), pool, rows),
+        run,
+        xla=xla.gated_delta_rule_prefill,
+        triton=launch.gated_delta_rule_prefill,
+        unsupported=launch.unsupported(rows.chunks.chunk_size, k.shape[-1]),
+        sm90="pallas_kernels.gated_delta_rule.prefill.sm90",
+        options=Options(k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, layout),
     )
-
-
-def _update_by_mosaic_gpu(operands, options, run):
-    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
-    if reason := unavailable(run):
-        return reason
-    from pallas_kernels.gated_delta_rule import sm90
-
-    *inputs, pool, _ = operands
-    reason = sm90.unsupported(inputs, pool, options["layout"])
-    return reason or functools.partial(sm90.gated_delta_rule_update, **options)
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _recurrent(operands, scale, use_qk_l2norm, layout, run):
-    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout)
-    return dispatch(
-        "gated_delta_rule_recurrent",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.gated_delta_rule_recurrent, **options),
-        triton=functools.partial(pallas_triton.gated_delta_rule_recurrent, **options, run=run),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=(*_STATIC, "unsupported"))
-def _prefill(operands, scale, use_qk_l2norm, layout, run, unsupported):
-    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout)
-    return dispatch(
-        "gated_delta_rule_prefill",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.gated_delta_rule_prefill, **options),
-        triton=functools.partial(launch.gated_delta_rule_prefill, **options, run=run),
-        unsupported=unsupported,
-        mosaic_gpu=_prefill_by_mosaic_gpu(operands, options, run),
-    )
-
-
-def _prefill_by_mosaic_gpu(operands, options, run):
-    """Return the Mosaic GPU kernels, or the reason why they cannot run. They are imported only where they may run."""
-    if reason := unavailable(run):
-        return reason
-    from pallas_kernels.gated_delta_rule.prefill import chunk_states_64_sm90, sm90
-
-    q, k, v, *_, rows = operands
-    reason = chunk_states_64_sm90.unsupported(q, k, v, rows.chunks.chunk_size)
-    return reason or functools.partial(sm90.gated_delta_rule_prefill, **options)

@@ -1,7 +1,6 @@
 """gated_delta_rule's update as a Pallas kernel. The state rows of a program are value dims of one head."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,38 +8,22 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import _state_rows
 from pallas_kernels._pallas_triton import Lanes, Refs
-from pallas_kernels.blocks import StateLayout, state_dims
+from pallas_kernels.blocks import state_dims
 from pallas_kernels.dispatch import Run
+from pallas_kernels.gated_delta_rule._arguments import Options, Projections, Tokens
 from pallas_kernels.gated_delta_rule.config import default_config
-from pallas_kernels.gated_delta_rule.gates import Gates
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 from pallas_kernels.rows import Rows
 
 
 def _recurrence(
-    head: jax.Array,
-    tiles: list[Lanes],
-    keys: Lanes,
-    *,
-    refs: Refs,
-    scale: float,
-    use_qk_l2norm: bool,
-    gates: Gates,
-    layout: StateLayout,
+    head: jax.Array, tiles: list[Lanes], keys: Lanes, *, refs: Refs, options: Options
 ) -> _state_rows.Recurrence:
     """Make the recurrence of one head, for `_state_rows.advance_rows`.
 
-    Args:
-        head: The value head.
-        tiles: The value dims of each tile.
-        keys: The key dims, folded into segments.
-        refs: Reads `qkv`, `a`, `b`, `A_log` and `dt_bias`, or, if `qkv` is None, `q`, `k`, `v`, `g` and `beta`.
-        scale: Factor of the queries.
-        use_qk_l2norm: Whether queries and keys are normalised.
-        gates: How g and beta are computed if `qkv` is given.
-        layout: The layout of the states in the pool.
+    It reads `qkv`, `a`, `b`, `A_log` and `dt_bias`, or, if `qkv` is None, `q`, `k`, `v`, `g` and `beta`.
     """
-    value_heads, value_dim, key_dim = state_dims(refs.pool, layout)
+    value_heads, value_dim, key_dim = state_dims(refs.pool, options.layout)
     key, key_inside = keys
 
     def vector(ref, *at, offset=0):
@@ -64,7 +47,7 @@ def _recurrence(
             return q, k, v, of_head(refs.a, token), of_head(refs.b, token)
 
         def log_decay_and_beta(a, b):
-            return gates.compute(a, b, *of_gate)
+            return options.gates.compute(a, b, *of_gate)
     else:
         key_head = head // (value_heads // refs.k.shape[1])
 
@@ -77,11 +60,11 @@ def _recurrence(
             return g, beta
 
     def normalise(x):
-        return x * jax.lax.rsqrt(jnp.sum(x * x) + L2_EPSILON) if use_qk_l2norm else x
+        return x * jax.lax.rsqrt(jnp.sum(x * x) + L2_EPSILON) if options.use_qk_l2norm else x
 
     def advance(_, inputs, states):
         q, k, v, *raw_gates = inputs
-        q, k = normalise(q) * scale, normalise(k)
+        q, k = normalise(q) * options.scale, normalise(k)
         g, beta = log_decay_and_beta(*raw_gates)
         decay = jnp.exp(g if g.ndim == 0 else g[:, None, :])
         for state, target in zip(states, v, strict=True):
@@ -95,27 +78,25 @@ def _recurrence(
 
 def _update(
     inputs: dict[str, jax.Array | None],
-    rows: Rows,
     pool: jax.Array,
+    rows: Rows,
     out: jax.ShapeDtypeStruct,
-    *,
-    layout: StateLayout,
+    options: Options,
     run: Run,
-    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Launch the update kernel."""
-    config = run.config or default_config(rows.num_rows, rows.write.shape[1], pool.dtype.itemsize, layout)
-    where = dict(query_start_loc=rows.query_start_loc, read_block=rows.read, write_blocks=rows.write)
+    layout, window = options.layout, rows.write.shape[1]
+    config = run.config or default_config(rows.num_rows, window, pool.dtype.itemsize, layout)
 
     def kernel(refs):
-        recurrence = functools.partial(_recurrence, refs=refs, layout=layout, **options)
+        recurrence = functools.partial(_recurrence, refs=refs, options=options)
         _state_rows.advance_rows(refs, config.block_value, config.tile_value, config.segment, recurrence, layout)
 
     results = pt.call(
         kernel,
         name="gated_delta_rule_update",
         grid=_state_rows.grid(out, rows.num_rows, config.block_value),
-        inputs=inputs | dict(layer=rows.layer) | where,
+        inputs=inputs | rows.update_inputs,
         outputs={"out": out},
         updates={"pool": pool},
         num_warps=config.num_warps,
@@ -125,57 +106,16 @@ def _update(
 
 
 def gated_delta_rule_update(
-    qkv: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    layout: StateLayout,
-    gates: Gates,
-    run: Run,
+    inputs: Projections, pool: jax.Array, rows: Rows, *, options: Options, run: Run
 ) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel on the convolution's outputs and raw gates. See api.py."""
-    return _update(
-        dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias),
-        rows,
-        pool,
-        jax.ShapeDtypeStruct((qkv.shape[0], *state_dims(pool, layout)[:2]), qkv.dtype),
-        layout=layout,
-        run=run,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm,
-        gates=gates,
-    )
+    shape = inputs.qkv.shape[0], *state_dims(pool, options.layout)[:2]
+    return _update(inputs._asdict(), pool, rows, jax.ShapeDtypeStruct(shape, inputs.qkv.dtype), options, run)
 
 
 def gated_delta_rule_recurrent(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    layout: StateLayout,
-    run: Run,
+    inputs: Tokens, pool: jax.Array, rows: Rows, *, options: Options, run: Run
 ) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel on separate queries, keys, values and gates. See api.py."""
-    return _update(
-        dict(qkv=None, q=q, k=k, v=v, g=g, beta=beta),
-        rows,
-        pool,
-        jax.ShapeDtypeStruct(v.shape, v.dtype),
-        layout=layout,
-        run=run,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm,
-        gates=Gates(),
-    )
+    out = jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype)
+    return _update(dict(qkv=None) | inputs._asdict(), pool, rows, out, options, run)

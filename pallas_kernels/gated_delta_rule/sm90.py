@@ -11,30 +11,28 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
-from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule._gate_code import Gate
-from pallas_kernels.gated_delta_rule.gates import Gates
+from pallas_kernels.gated_delta_rule._arguments import Options, Projections
+from pallas_kernels.gated_delta_rule._gate_code import beta, log_decay
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 from pallas_kernels.hopper import state_warps
 from pallas_kernels.hopper.state_warps import State, Warp
 from pallas_kernels.rows import Rows
 
 
-def unsupported(inputs: Sequence[jax.Array], pool: jax.Array, layout: StateLayout) -> str | None:
-    """Return the reason why the kernel cannot run these arguments, or None. `inputs` are the arguments before `pool`."""
-    if layout != "VK":
-        return f"layout must be 'VK', got {layout!r}"
-    a = inputs[1]
-    if a.ndim != 2:
-        return f"a must have a decay per head [tokens, value_heads], got {list(a.shape)}"
+def unsupported(inputs: Projections, pool: jax.Array, rows: Rows, *, options: Options) -> str | None:
+    """Return the reason why the kernel cannot run these arguments, or None if it can."""
+    if options.layout != "VK":
+        return f"layout must be 'VK', got {options.layout!r}"
+    if inputs.a.ndim != 2:
+        return f"a must have a decay per head [tokens, value_heads], got {list(inputs.a.shape)}"
     return state_warps.unsupported(pool, *inputs)
 
 
 class _DeltaRule:
     """The recurrence of one head. `refs` are `qkv`, `a`, `b`, `A_log` and `dt_bias`."""
 
-    def __init__(self, refs: Any, warp: Warp, gate: Gate) -> None:
-        self.refs, self.warp, self.gate, self.head = refs, warp, gate, warp.indices.head
+    def __init__(self, refs: Any, warp: Warp, options: Options) -> None:
+        self.refs, self.warp, self.options, self.head = refs, warp, options, warp.indices.head
         _, _, heads, value_dim, key_dim = warp.pool.shape
         key_channels = (refs.qkv.shape[1] - heads * value_dim) // 2
         key_head = self.head // (heads // (key_channels // key_dim))
@@ -52,19 +50,19 @@ class _DeltaRule:
 
     def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
         """Advance the state by one token, and return the output of the lane's own state row."""
-        query, key, value, raw, beta = inputs
+        query, key, value, raw, raw_beta = inputs
         query, key, query_of_key = self.scale(*(hp.unpack(x.astype(jnp.float32)) for x in (query, key)))
-        decay = hp.exp(self.gate.log_decay(raw, self.rate, self.bias))
+        decay = hp.exp(log_decay(self.options.gates, raw, self.rate, self.bias))
         known, answer = (self.warp.times(state, [decay * x for x in each]) for each in (key, query))
-        correction = self.gate.beta(beta) * (value - known)
+        correction = beta(self.options.gates, raw_beta) * (value - known)
         for slice_, factor in zip(state, self.warp.of_each_load(correction), strict=True):
             keep([hp.fma(factor, k, decay * x) for k, x in zip(key, slice_, strict=True)])
         return hp.fma(correction, query_of_key, answer)
 
     def scale(self, query: list[Any], key: list[Any]) -> tuple[list[Any], list[Any], Any]:
         """Return the lane's columns of the query and the key, normalised and scaled, and the whole dot product."""
-        of_query, of_key = hp.f32(self.gate.scale), hp.f32(1.0)
-        if self.gate.use_qk_l2norm:
+        of_query, of_key = hp.f32(self.options.scale), hp.f32(1.0)
+        if self.options.use_qk_l2norm:
             squares = [self.warp.whole_product(x, x) for x in (query, key)]
             norms = [hp.rsqrt(x + L2_EPSILON) for x in squares]
             of_query, of_key = norms[0] * of_query, norms[1]
@@ -73,25 +71,14 @@ class _DeltaRule:
 
 
 def gated_delta_rule_update(
-    qkv: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    layout: StateLayout,
-    gates: Gates,
+    inputs: Projections, pool: jax.Array, rows: Rows, *, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel. See api.py."""
-    gate = Gate(gates, scale, use_qk_l2norm)
+    qkv = inputs.qkv
     return state_warps.advance_states(
         "gated_delta_rule_update",
-        lambda refs, warp: _DeltaRule(refs, warp, gate),
-        dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias),
+        lambda refs, warp: _DeltaRule(refs, warp, options),
+        inputs._asdict(),
         jax.ShapeDtypeStruct((qkv.shape[0], *pool.shape[2:4]), qkv.dtype),
         pool,
         rows.layer,

@@ -10,9 +10,18 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.hopper.partial_tiles import clear_rows
+from pallas_kernels.rows import Rows
 
 TILE = 64  # the tokens of a chunk
 SHAPE = TILE, TILE
+
+
+def prefill_inputs(rows: Rows) -> dict[str, jax.Array]:
+    """Return the inputs of a kernel of `PrefillRow`s and their blocks, by name."""
+    inputs = dict(layer=jnp.reshape(rows.layer, 1), query_start_loc=rows.query_start_loc)
+    inputs |= dict(first_chunk=rows.chunks.first_chunk_indices, cu_chunk_seqlens=rows.chunks.cu_chunk_seqlens)
+    inputs |= dict(read_block=rows.read, write_block=rows.write[:, 0])
+    return inputs | {name: array for name, array in rows.checkpoint_inputs.items() if array is not None}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Token probabilities as the bits of their floats, which have the same order, for both implementations."""
+"""What both implementations share: probabilities as the bits of their floats, which have the same order, and the search."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,3 +19,13 @@ def float_of(bits: jax.Array) -> jax.Array:
 def probability_of(bits: jax.Array) -> jax.Array:
     """Return the float32 values of the bits, int32, and 0 for subnormals, which some devices flush to 0."""
     return jnp.where(bits < _SMALLEST_BITS, 0.0, float_of(bits))
+
+
+def search(
+    last_to_reach: Callable[..., jax.Array], weights: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """Find the least probability that `top_k` keeps, and then the least that `top_p` keeps of the tokens left."""
+    by_rank = last_to_reach(weights, jnp.where(top_k > 0, top_k, weights.shape[1] + 1).astype(jnp.float32), counts=True)
+    left = jnp.where(weights >= by_rank[:, None], weights, 0)
+    by_mass = last_to_reach(left, jnp.where(top_p < 1, top_p * jnp.sum(left, axis=1), jnp.inf), counts=False)
+    return jnp.maximum(by_rank, by_mass)

@@ -1,13 +1,11 @@
 """The public function of least_kept: its contract, checks and dispatch."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels._check import checked, require
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._run_op import run_op
+from pallas_kernels.dispatch import Run
 from pallas_kernels.least_kept import pallas_triton, xla
 from pallas_kernels.least_kept.config import Config
 
@@ -49,24 +47,5 @@ def least_kept(
     require(weights.shape[1] >= 1, "least_kept: weights must have at least one token, got none")
     if weights.shape[0] == 0:
         return jnp.zeros((0,), jnp.float32)
-    return _least_kept((weights, top_k, top_p), run)
-
-
-@functools.partial(jax.jit, static_argnames="run")
-def _least_kept(operands, run):
-    triton = functools.partial(pallas_triton.last_to_reach, run=run)
-    return dispatch(
-        "least_kept",
-        run.implementation,
-        operands,
-        xla=functools.partial(_search, xla.last_to_reach),
-        triton=functools.partial(_search, triton),
-    )
-
-
-def _search(last_to_reach, weights, top_k, top_p):
-    """Find the least probability that `top_k` keeps, and then the least that `top_p` keeps of the tokens left."""
-    by_rank = last_to_reach(weights, jnp.where(top_k > 0, top_k, weights.shape[1] + 1).astype(jnp.float32), counts=True)
-    left = jnp.where(weights >= by_rank[:, None], weights, 0)
-    by_mass = last_to_reach(left, jnp.where(top_p < 1, top_p * jnp.sum(left, axis=1), jnp.inf), counts=False)
-    return jnp.maximum(by_rank, by_mass)
+    operands, implementations = (weights, top_k, top_p), dict(xla=xla.least_kept, triton=pallas_triton.least_kept)
+    return run_op("least_kept", operands, run, **implementations)

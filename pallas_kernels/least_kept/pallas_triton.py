@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels.dispatch import Run
-from pallas_kernels.least_kept._bits import PROBABILITY_BITS, float_of, probability_of
+from pallas_kernels.least_kept._bits import PROBABILITY_BITS, float_of, probability_of, search
 from pallas_kernels.least_kept.config import Config, default_config
 
 
@@ -50,7 +50,12 @@ def _kernel(refs, *, config: Config, shift: int, counts: bool):
     pt.store(refs.sums.at[row, chunk, value], jnp.sum(sums, axis=0))
 
 
-def last_to_reach(weights: jax.Array, enough: jax.Array, *, counts: bool, run: Run) -> jax.Array:
+def least_kept(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, *, run: Run) -> jax.Array:
+    """See api.py."""
+    return search(functools.partial(_last_to_reach, run=run), weights, top_k, top_p)
+
+
+def _last_to_reach(weights: jax.Array, enough: jax.Array, *, counts: bool, run: Run) -> jax.Array:
     """See xla.py."""
     rows, num_tokens = weights.shape
     config = run.config or default_config(rows, num_tokens)

@@ -4,12 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.least_kept._bits import PROBABILITY_BITS, float_of, probability_of
+from pallas_kernels.least_kept._bits import PROBABILITY_BITS, float_of, probability_of, search
 
 _BITS_PER_PASS = 3  # A pass with one more bit takes twice as long.
 
 
-def last_to_reach(weights: jax.Array, enough: jax.Array, *, counts: bool) -> jax.Array:
+def least_kept(weights: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """See api.py."""
+    return search(_last_to_reach, weights, top_k, top_p)
+
+
+def _last_to_reach(weights: jax.Array, enough: jax.Array, *, counts: bool) -> jax.Array:
     """Return the largest p for which the tokens with probabilities >= p add up to at least `enough`; 0 if there is none.
 
     Args:

@@ -1,13 +1,14 @@
 """The public functions of linear: their contract, checks and dispatch."""
 
-import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels._check import checked, dtype_of, require, sizes_of
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._run_op import run_op
+from pallas_kernels.dispatch import Run
 from pallas_kernels.linear import pallas_triton, xla
 from pallas_kernels.linear.config import MAX_TOKENS, Config, default_config
 
@@ -62,8 +63,17 @@ def linear(
     dtype = dtype_of("linear", "out_dtype", out_dtype, weight.dtype)
     if x.shape[0] == 0:
         return tuple(jnp.zeros((0, size), dtype) for size in parts)
-    options = dict(is_gated=is_gated, parts=parts, out_dtype=dtype)
-    return _run("linear", (x, weight, bias), tuple(options.items()), run)
+    return run_op(
+        "linear",
+        (x, weight, bias),
+        _run_of(x, run),
+        xla=xla.linear,
+        triton=pallas_triton.linear,
+        unsupported=pallas_triton.unsupported(x),
+        is_gated=is_gated,
+        parts=parts,
+        out_dtype=dtype,
+    )
 
 
 @checked
@@ -91,7 +101,21 @@ def linear_sums(
     splits = 1
     if run.implementation is not None or x.shape[0] <= MAX_TOKENS:
         splits = (run.config or default_config(x, weight, is_summed=True)).shares
-    return _run("linear_sums", (x, weight), (("splits", splits),), run)
+    return run_op(
+        "linear_sums",
+        (x, weight),
+        _run_of(x, run),
+        xla=xla.linear_sums,
+        triton=pallas_triton.linear_sums,
+        unsupported=pallas_triton.unsupported(x),
+        splits=splits,
+    )
+
+
+def _run_of(x: jax.Array, run: Run) -> Run:
+    """Return how a product of these inputs runs: by XLA, if there are many tokens and no implementation is named."""
+    is_large = run.implementation is None and x.shape[0] > MAX_TOKENS
+    return replace(run, implementation="xla") if is_large else run
 
 
 def _check_dtypes(name: str, x: jax.Array, weight: jax.Array) -> None:
@@ -99,16 +123,3 @@ def _check_dtypes(name: str, x: jax.Array, weight: jax.Array) -> None:
     require(0 not in weight.shape, f"{name}: weight must have no axis of length 0, got {list(weight.shape)}")
     is_right = weight.dtype in (x.dtype, jnp.float32)
     require(is_right, f"{name}: weight must have {wanted}, got {weight.dtype}")
-
-
-@functools.partial(jax.jit, static_argnames=("op", "options", "run"))
-def _run(op, operands, options, run):
-    is_large = run.implementation is None and operands[0].shape[0] > MAX_TOKENS
-    return dispatch(
-        op,
-        "xla" if is_large else run.implementation,
-        operands,
-        xla=functools.partial(getattr(xla, op), **dict(options)),
-        triton=functools.partial(getattr(pallas_triton, op), run=run, **dict(options)),
-        unsupported=pallas_triton.unsupported(operands[0]),
-    )

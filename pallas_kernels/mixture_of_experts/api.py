@@ -9,7 +9,6 @@ Sources: Shazeer et al., "Outrageously Large Neural Networks" (2017); DeepSeek-A
 sigmoid, with groups and a bias; Gale et al., "MegaBlocks" (2022), for products of tiles that have one expert each.
 """
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -17,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels._check import checked, dtype_of, require
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._run_op import run_op
+from pallas_kernels.dispatch import Run
 from pallas_kernels.mixture_of_experts import _router, pallas_triton, xla
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
 from pallas_kernels.mixture_of_experts.config import Config
@@ -57,18 +57,8 @@ def choose_experts(
     logits = logits if logits.ndim == 3 else logits[None]
     if logits.shape[1] == 0:
         return jnp.zeros((0, routing.chosen), jnp.int32), jnp.zeros((0, routing.chosen), jnp.float32)
-    return _choose(logits, bias, valid, routing, run)
-
-
-@functools.partial(jax.jit, static_argnames=("routing", "run"))
-def _choose(logits, bias, valid, routing, run):
-    return dispatch(
-        "choose_experts",
-        run.implementation,
-        (logits, bias, valid),
-        xla=functools.partial(_router.xla, routing=routing),
-        triton=functools.partial(_router.triton, routing=routing, run=run),
-    )
+    implementations = dict(xla=_router.xla, triton=_router.triton)
+    return run_op("choose_experts", (logits, bias, valid), run, **implementations, routing=routing)
 
 
 @checked
@@ -118,8 +108,16 @@ def mixture_of_experts(
     dtype = str(dtype_of("mixture_of_experts", "out_dtype", out_dtype, x.dtype))
     if 0 in chosen.shape or 0 in up.shape:
         return jnp.zeros(x.shape, dtype)
-    options = dict(activation=activation, out_dtype=dtype)
-    return _mix("mixture_of_experts", (x, up, down, chosen, weights), tuple(options.items()), run)
+    return run_op(
+        "mixture_of_experts",
+        (x, up, down, chosen, weights),
+        run,
+        xla=xla.mixture_of_experts,
+        triton=pallas_triton.mixture_of_experts,
+        unsupported=pallas_triton.unsupported(x),
+        activation=activation,
+        out_dtype=dtype,
+    )
 
 
 @checked
@@ -144,8 +142,15 @@ def mixture_of_experts_sums(
     _check("mixture_of_experts_sums", x, up, down, activation)
     if 0 in chosen.shape or 0 in up.shape:
         return jnp.zeros((1, *x.shape), jnp.float32)
-    operands, options = (x, up, down, chosen, weights), (("activation", activation),)
-    return _mix("mixture_of_experts_sums", operands, options, run)
+    return run_op(
+        "mixture_of_experts_sums",
+        (x, up, down, chosen, weights),
+        run,
+        xla=xla.mixture_of_experts_sums,
+        triton=pallas_triton.mixture_of_experts_sums,
+        unsupported=pallas_triton.unsupported(x),
+        activation=activation,
+    )
 
 
 @checked
@@ -176,9 +181,16 @@ def routed_experts_sums(
         return mixture_of_experts_sums(x, up, down, chosen, weights, activation=activation, run=run)
     _check("routed_experts_sums", x, up, down, activation)
     routing = routing.checked("routed_experts_sums", logits, bias)
-    operands = x, logits if logits.ndim == 3 else logits[None], up, down, bias, valid
-    options = dict(routing=routing, activation=activation)
-    return _mix("routed_experts_sums", operands, tuple(options.items()), run)
+    return run_op(
+        "routed_experts_sums",
+        (x, logits if logits.ndim == 3 else logits[None], up, down, bias, valid),
+        run,
+        xla=xla.routed_experts_sums,
+        triton=pallas_triton.routed_experts_sums,
+        unsupported=pallas_triton.unsupported(x),
+        routing=routing,
+        activation=activation,
+    )
 
 
 def _check(name: str, x: jax.Array, up: jax.Array, down: jax.Array, activation: str) -> None:
@@ -194,16 +206,4 @@ def _check(name: str, x: jax.Array, up: jax.Array, down: jax.Array, activation: 
     require(
         up.dtype == x.dtype and down.dtype == x.dtype,
         f"{name}: up and down must have the dtype of x, {x.dtype}, got {up.dtype} and {down.dtype}",
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("op", "options", "run"))
-def _mix(op, operands, options, run):
-    return dispatch(
-        op,
-        run.implementation,
-        operands,
-        xla=functools.partial(getattr(xla, op), **dict(options)),
-        triton=functools.partial(getattr(pallas_triton, op), run=run, **dict(options)),
-        unsupported=pallas_triton.unsupported(operands[0]),
     )

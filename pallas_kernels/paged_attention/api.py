@@ -12,15 +12,12 @@ Sources: Kwon et al., "Efficient Memory Management for Large Language Model Serv
 Dao, "FlashAttention-2" (2023), for the softmax in one pass; Dao et al., "Flash-Decoding" (2023), for splits of the keys.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import checked, require
-from pallas_kernels._mosaic_available import unavailable
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._run_op import run_op
+from pallas_kernels.dispatch import Run
 from pallas_kernels.paged_attention import pallas_triton, xla
 from pallas_kernels.paged_attention.config import Config
 from pallas_kernels.rows import Rows
@@ -120,33 +117,17 @@ def paged_attention(
     )
     if 0 in (q.shape[0], rows.num_rows, *page_table.shape):
         return jnp.zeros((*q.shape[:2], dims), q.dtype)
-    scale = float(scale or key_dim**-0.5)
     unsupported = pallas_triton.unsupported(
         q, keys, is_latent=values is None, max_query_tokens=rows.max_query_tokens, value_dim=dims, config=run.config
     )
-    return _attend((q, keys, values, rows, page_table, slots, gates), dims, scale, run, unsupported)
-
-
-@functools.partial(jax.jit, static_argnames=("value_dim", "scale", "run", "unsupported"))
-def _attend(operands, value_dim, scale, run, unsupported):
-    options = dict(value_dim=value_dim, scale=scale)
-    return dispatch(
+    return run_op(
         "paged_attention",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.paged_attention, **options),
-        triton=functools.partial(pallas_triton.paged_attention, **options, run=run),
+        (q, keys, values, rows, page_table, slots, gates),
+        run,
+        xla=xla.paged_attention,
+        triton=pallas_triton.paged_attention,
         unsupported=unsupported,
-        mosaic_gpu=_mosaic_gpu(operands, scale, run),
+        sm90="pallas_kernels.paged_attention.sm90",
+        value_dim=dims,
+        scale=float(scale or key_dim**-0.5),
     )
-
-
-def _mosaic_gpu(operands, scale, run):
-    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
-    if reason := unavailable(run):
-        return reason
-    from pallas_kernels.paged_attention import sm90
-
-    q, keys, values, rows, *_, gates = operands
-    reason = sm90.unsupported(q, keys, values, gates, rows.max_query_tokens)
-    return reason or functools.partial(sm90.paged_attention, scale=scale)

@@ -26,11 +26,20 @@ _STAGES = 2  # blocks of keys, and of values, in SMEM
 
 
 def unsupported(
-    q: jax.Array, keys: jax.Array, values: jax.Array | None, gates: jax.Array | None, max_query_tokens: int | None
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array | None,
+    rows: Rows,
+    page_table: jax.Array,
+    slots: jax.Array | None,
+    gates: jax.Array | None,
+    *,
+    value_dim: int,
+    scale: float,
 ) -> str | None:
     """Return the reason why the kernel cannot run these arguments, or None if it can."""
     page_size, _, key_dim = keys.shape[2:]
-    if max_query_tokens is not None:
+    if rows.max_query_tokens is not None:
         return "the kernel is for prompts, whose max_query_tokens is None"
     if values is None:
         return "the kernel is not for latent attention"
@@ -264,6 +273,7 @@ def paged_attention(
     slots: jax.Array | None,
     gates: jax.Array | None,
     *,
+    value_dim: int,
     scale: float,
 ) -> jax.Array:
     """Launch the kernel, and then `merge`. See api.py."""

@@ -3,15 +3,13 @@
 Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
-import functools
-
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels._check import checked, dtype_of, require
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._run_op import run_op
+from pallas_kernels.dispatch import Run
 from pallas_kernels.rms_norm import pallas_triton, xla
-from pallas_kernels.rms_norm.config import Config
+from pallas_kernels.rms_norm.config import Config, Norm
 
 
 @checked
@@ -61,17 +59,12 @@ def add_rms_norm(
     dtype = dtype_of("add_rms_norm", "out_dtype", out_dtype, x.dtype)
     if x.size == 0:
         return x, x.astype(dtype)
-    options = dict(epsilon=float(epsilon), offset=float(offset), scale=float(scale), out_dtype=dtype)
-    return _add_rms_norm((x, addend, weight), tuple(options.items()), run)
-
-
-@functools.partial(jax.jit, static_argnames=("options", "run"))
-def _add_rms_norm(operands, options, run):
-    return dispatch(
+    return run_op(
         "add_rms_norm",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.add_rms_norm, **dict(options)),
-        triton=functools.partial(pallas_triton.add_rms_norm, run=run, **dict(options)),
-        unsupported=pallas_triton.unsupported(operands[0].shape[1]),
+        (x, addend, weight),
+        run,
+        xla=xla.add_rms_norm,
+        triton=pallas_triton.add_rms_norm,
+        unsupported=pallas_triton.unsupported(x.shape[1]),
+        norm=Norm(float(epsilon), float(offset), float(scale), dtype),
     )

@@ -1,8 +1,20 @@
-"""Launch configuration of add_rms_norm's kernel."""
+"""Launch configuration of add_rms_norm's kernel, and the static arguments of its implementations."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from pallas_kernels._check import check_config
+
+
+class Norm(NamedTuple):
+    """The static arguments of `add_rms_norm`, which describes them."""
+
+    epsilon: float
+    offset: float
+    scale: float
+    out_dtype: np.dtype
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels.dispatch import Run
-from pallas_kernels.rms_norm.config import default_config
+from pallas_kernels.rms_norm.config import Norm, default_config
 
 _MAX_CHANNELS = 32768  # that a program still keeps in registers
 
@@ -29,51 +29,37 @@ def sum_over_splits(refs: pt.Refs, token: jax.Array, channel: jax.Array, exists:
 
 
 def store_normed(
-    refs: pt.Refs,
-    token: jax.Array,
-    channel: jax.Array,
-    exists: jax.Array,
-    addend: jax.Array,
-    *,
-    epsilon: float,
-    offset: float,
-    scale: float,
+    refs: pt.Refs, token: jax.Array, channel: jax.Array, exists: jax.Array, addend: jax.Array, norm: Norm
 ) -> None:
     """Add `addend`, float32 [channels], to a token of `refs.x`, and store the total and its norm."""
     load = lambda at: pt.load(at, mask=exists, other=0.0).astype(jnp.float32)
-    weight = offset + load(refs.weight.at[channel])
-    total = (load(refs.x.at[token, channel]) + scale * addend).astype(refs.x.dtype)
+    weight = norm.offset + load(refs.weight.at[channel])
+    total = (load(refs.x.at[token, channel]) + norm.scale * addend).astype(refs.x.dtype)
     pt.store(refs.total.at[token, channel], total, mask=exists)
     y = total.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.sum(y * y) / refs.x.shape[1] + epsilon) * weight
+    y = y * jax.lax.rsqrt(jnp.sum(y * y) / refs.x.shape[1] + norm.epsilon) * weight
     pt.store(refs.normed.at[token, channel], y.astype(refs.normed.dtype), mask=exists)
 
 
-def _kernel(refs: pt.Refs, *, epsilon: float, offset: float, scale: float) -> None:
+def _kernel(refs: pt.Refs, *, norm: Norm) -> None:
     token, num_channels = pt.program_id(0), refs.x.shape[1]
     channel, exists = pt.lanes(0, pt.power_of_two(num_channels), num_channels)
     total = sum_over_splits(refs, token, channel, exists)
-    store_normed(refs, token, channel, exists, total, epsilon=epsilon, offset=offset, scale=scale)
+    store_normed(refs, token, channel, exists, total, norm)
 
 
 def add_rms_norm(
-    x: jax.Array,
-    addend: jax.Array,
-    weight: jax.Array,
-    *,
-    epsilon: float,
-    offset: float,
-    scale: float,
-    out_dtype: jnp.dtype,
-    run: Run,
+    x: jax.Array, addend: jax.Array, weight: jax.Array, *, norm: Norm, run: Run
 ) -> tuple[jax.Array, jax.Array]:
     """See api.py."""
     results = pt.call(
-        functools.partial(_kernel, epsilon=epsilon, offset=offset, scale=scale),
+        functools.partial(_kernel, norm=norm),
         name="add_rms_norm",
         grid=(x.shape[0],),
         inputs=dict(x=x, addend=addend, weight=weight),
-        outputs=dict(total=jax.ShapeDtypeStruct(x.shape, x.dtype), normed=jax.ShapeDtypeStruct(x.shape, out_dtype)),
+        outputs=dict(
+            total=jax.ShapeDtypeStruct(x.shape, x.dtype), normed=jax.ShapeDtypeStruct(x.shape, norm.out_dtype)
+        ),
         updates={},
         num_warps=(run.config or default_config(x.shape[1], addend.shape[0])).num_warps,
         interpret=run.interpret,

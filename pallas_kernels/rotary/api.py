@@ -10,14 +10,14 @@ For one head x of one token::
 Sources: Su et al., "RoFormer" (2021) for the rotation; Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
-import functools
 from dataclasses import replace
 
 import jax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels._check import checked, require
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._run_op import run_op
+from pallas_kernels.dispatch import Run
 from pallas_kernels.rotary import pallas_triton, xla
 from pallas_kernels.rotary.arguments import HeadNorms, PageIndices
 from pallas_kernels.rotary.config import Config
@@ -116,7 +116,14 @@ def rotate_and_store(
     if q.shape[0] == 0:
         return q[:, :heads, :key_dim], keys, values
     norms = replace(norms, epsilon=float(norms.epsilon), offset=float(norms.offset))
-    return _run((q, k, v, cos, sin, keys, values, indices, norms), heads, run)
+    return run_op(
+        "rotate_and_store",
+        (q, k, v, cos, sin, keys, values, indices, norms),
+        run,
+        xla=xla.rotate_and_store,
+        triton=pallas_triton.rotate_and_store,
+        heads=heads,
+    )
 
 
 def _check_angles(name: str, dim: int, cos: jax.Array | None, sin: jax.Array | None) -> None:
@@ -125,15 +132,4 @@ def _check_angles(name: str, dim: int, cos: jax.Array | None, sin: jax.Array | N
     require(
         cos is None or 1 <= cos.shape[1] <= dim // 2,
         f"{name}: cos must have from 1 to {dim // 2} pairs, got {0 if cos is None else cos.shape[1]}",
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("heads", "run"))
-def _run(operands, heads, run):
-    return dispatch(
-        "rotate_and_store",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.rotate_and_store, heads=heads),
-        triton=functools.partial(pallas_triton.rotate_and_store, heads=heads, run=run),
     )

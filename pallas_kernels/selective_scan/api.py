@@ -1,13 +1,12 @@
 """The public function of selective_scan: its contract, checks and dispatch."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels._check import checked, require
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._check import checked
+from pallas_kernels._run_op import run_op
+from pallas_kernels._state_space import StateSpace
+from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_scan import pallas_triton, xla
 from pallas_kernels.selective_scan.config import Config
@@ -64,21 +63,8 @@ def selective_scan(
     """
     name = "selective_scan"
     rows, run = rows.having(name, "read", "write", optional=("checkpoints",)), run.checked(name, Config)
-    require(
-        B.shape[1] > 0 and x.shape[1] % B.shape[1] == 0,
-        f"{name}: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
-    )
+    inputs = StateSpace(x, dt, A, B, C, D, z, dt_bias).checked(name)
     if x.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros_like(x), pool
-    return _scan((x, dt, A, B, C, pool, rows, D, z, dt_bias), dt_softplus, run)
-
-
-@functools.partial(jax.jit, static_argnames=("dt_softplus", "run"))
-def _scan(operands, dt_softplus, run):
-    return dispatch(
-        "selective_scan",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.selective_scan, dt_softplus=dt_softplus),
-        triton=functools.partial(pallas_triton.selective_scan, dt_softplus=dt_softplus, run=run),
-    )
+    implementations = dict(xla=xla.selective_scan, triton=pallas_triton.selective_scan)
+    return run_op(name, (inputs, pool, rows), run, **implementations, dt_softplus=dt_softplus)

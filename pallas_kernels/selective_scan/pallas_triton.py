@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._math import softplus
 from pallas_kernels._pallas_triton import Refs
+from pallas_kernels._state_space import StateSpace, step_size
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
@@ -56,8 +56,7 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
 
         def advance(state, inputs, live):
             (B, C), (x, dt, z) = jax.tree.map(lambda value: value.astype(jnp.float32), inputs)
-            dt = dt if dt_bias is None else dt + dt_bias.astype(jnp.float32)
-            dt = softplus(dt) if dt_softplus else dt
+            dt = step_size(dt, dt_bias, dt_softplus)
             # A step of size 0 leaves the state unchanged, except for the sign of a zero. The loop therefore needs no second
             # body for the tokens left over by its last full iteration.
             dt = jnp.where(live, dt, 0.0)
@@ -112,35 +111,20 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
 
 
 def selective_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    D: jax.Array | None,
-    z: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
-    run: Run,
+    inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool, run: Run
 ) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel. See api.py."""
-    _, heads, head_dim = x.shape
+    _, heads, head_dim = inputs.x.shape
     config = run.config or default_config(pool.shape[-1], pool.dtype.itemsize)
     cut = dict(block_dim=config.block_dim, segment=config.segment, unroll=config.unroll)
     # Every thread of the kernel uses B and C, so they are converted once, here.
-    B, C = B.astype(jnp.float32), C.astype(jnp.float32)
-    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    inputs |= dict(layer=rows.layer, query_start_loc=rows.query_start_loc)
-    inputs |= dict(read_block=rows.read, write_block=rows.write[:, 0]) | rows.checkpoint_inputs
+    inputs = inputs._replace(B=inputs.B.astype(jnp.float32), C=inputs.C.astype(jnp.float32))
     results = pt.call(
         functools.partial(_kernel, **cut, dt_softplus=dt_softplus, interpret=run.interpret),
         name="selective_scan",
         grid=(-(-head_dim // config.block_dim), heads, rows.num_rows),
-        inputs=inputs,
-        outputs=dict(out=jax.ShapeDtypeStruct(x.shape, x.dtype)),
+        inputs=inputs._asdict() | rows.prefill_inputs,
+        outputs=dict(out=jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype)),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
         interpret=run.interpret,

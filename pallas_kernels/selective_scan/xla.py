@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._math import silu, softplus
+from pallas_kernels._math import silu
+from pallas_kernels._state_space import StateSpace, step_size
 from pallas_kernels.blocks import per_row, read_blocks, write_kept
 from pallas_kernels.rows import Rows, kept_states, token_rows
 
@@ -13,20 +14,10 @@ def _in_float32(x: jax.Array) -> jax.Array:
 
 
 def selective_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    D: jax.Array | None,
-    z: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
+    inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Run all rows in one scan over the tokens. See api.py."""
+    x, dt, A, B, C, D, z, dt_bias = inputs
     num_tokens, heads = x.shape[:2]
     # The loop has at least 2 iterations, because XLA would inline a loop over one token, and its bits could then differ
     # from the bits of a loop over several.
@@ -42,9 +33,7 @@ def selective_scan(
             # Padding tokens are undefined, so they are replaced by 0.
             return jnp.where(valid, _in_float32(v[jnp.minimum(token, num_tokens - 1)]), 0.0)
 
-        x_t, step = take(x), take(dt)
-        step = step if dt_bias is None else step + _in_float32(dt_bias)
-        step = softplus(step) if dt_softplus else step
+        x_t, step = take(x), step_size(take(dt), dt_bias, dt_softplus)
         B_t, C_t = (jnp.repeat(take(v), heads // v.shape[1], axis=0)[:, None, :] for v in (B, C))
         state = jnp.where(nth == 0, initial[row], state)
         state = jnp.exp(_in_float32(A) * step[..., None]) * state + (step * x_t)[..., None] * B_t

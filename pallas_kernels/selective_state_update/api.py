@@ -1,14 +1,12 @@
 """The public function of selective_state_update: its contract, checks and dispatch."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels._check import checked, require
-from pallas_kernels._mosaic_available import unavailable
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._check import checked
+from pallas_kernels._run_op import run_op
+from pallas_kernels._state_space import StateSpace
+from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update import pallas_triton, xla
 from pallas_kernels.selective_state_update.config import Config
@@ -72,33 +70,15 @@ def selective_state_update(
     """
     name = "selective_state_update"
     rows, run = rows.having(name, "read", "write"), run.checked(name, Config)
-    require(
-        B.shape[1] > 0 and x.shape[1] % B.shape[1] == 0,
-        f"{name}: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
-    )
+    inputs = StateSpace(x, dt, A, B, C, D, z, dt_bias).checked(name)
     if x.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros_like(x), pool
-    return _update((x, dt, A, B, C, pool, rows, D, z, dt_bias), dt_softplus, run)
-
-
-@functools.partial(jax.jit, static_argnames=("dt_softplus", "run"))
-def _update(operands, dt_softplus, run):
-    return dispatch(
-        "selective_state_update",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.selective_state_update, dt_softplus=dt_softplus),
-        triton=functools.partial(pallas_triton.selective_state_update, dt_softplus=dt_softplus, run=run),
-        mosaic_gpu=_mosaic_gpu(operands, dt_softplus, run),
+    return run_op(
+        name,
+        (inputs, pool, rows),
+        run,
+        xla=xla.selective_state_update,
+        triton=pallas_triton.selective_state_update,
+        sm90="pallas_kernels.selective_state_update.sm90",
+        dt_softplus=dt_softplus,
     )
-
-
-def _mosaic_gpu(operands, dt_softplus, run):
-    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
-    if reason := unavailable(run):
-        return reason
-    from pallas_kernels.selective_state_update import sm90
-
-    x, dt, A, B, C, pool, _, D, z, dt_bias = operands
-    reason = sm90.unsupported(x, dt, A, B, C, pool, D, z, dt_bias)
-    return reason or functools.partial(sm90.selective_state_update, dt_softplus=dt_softplus)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import _state_rows
-from pallas_kernels._math import silu, softplus
+from pallas_kernels._math import silu
 from pallas_kernels._pallas_triton import Lanes, Refs
+from pallas_kernels._state_space import StateSpace, step_size
 from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.config import default_config
@@ -69,8 +70,7 @@ def _recurrence(
         B, C, xs, dts, zs = jax.tree.map(lambda value: value.astype(jnp.float32), inputs)
         B, C = B[:, None, :], C[:, None, :]
         for i, state in enumerate(states):
-            x, dt = xs[i], dts[i] + dt_bias[i].astype(jnp.float32) if dt_bias else dts[i]
-            dt = softplus(dt) if dt_softplus else dt
+            x, dt = xs[i], step_size(dts[i], dt_bias[i] if dt_bias else None, dt_softplus)
             state = state * jnp.exp2(A[i] * fold(dt)) + fold(dt * x) * B
             y = pt.row_sum(state * C)
             y = y + D[i].astype(jnp.float32) * x if D else y
@@ -80,35 +80,21 @@ def _recurrence(
 
 
 def selective_state_update(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    D: jax.Array | None,
-    z: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
-    run: Run,
+    inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool, run: Run
 ) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel. See api.py."""
     config = run.config or default_config(rows.write.shape[1], pool.shape[-1], pool.dtype.itemsize)
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype)
 
     def kernel(refs):
         recurrence = functools.partial(_recurrence, refs=refs, dt_softplus=dt_softplus)
         _state_rows.advance_rows(refs, config.block_dim, config.tile_dim, config.segment, recurrence)
 
-    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, layer=rows.layer)
-    inputs |= dict(query_start_loc=rows.query_start_loc, read_block=rows.read, write_blocks=rows.write)
     results = pt.call(
         kernel,
         name="selective_state_update",
         grid=_state_rows.grid(out, rows.num_rows, config.block_dim),
-        inputs=inputs,
+        inputs=inputs._asdict() | rows.update_inputs,
         outputs={"out": out},
         updates={"pool": pool},
         num_warps=config.num_warps,

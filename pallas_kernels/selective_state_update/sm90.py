@@ -10,21 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
+from pallas_kernels._state_space import StateSpace
 from pallas_kernels.hopper import state_warps
 from pallas_kernels.hopper.state_warps import State, Warp
 from pallas_kernels.rows import Rows
 
 
-def unsupported(
-    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, pool: jax.Array, D: jax.Array | None,
-    z: jax.Array | None, dt_bias: jax.Array | None,
-) -> str | None:  # fmt: skip
+def unsupported(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool) -> str | None:
     """Return the reason why the kernel cannot run these arguments, or None if it can."""
-    of_head = dict(dt=(dt, 2), A=(A, 1), D=(D, 1), dt_bias=(dt_bias, 1))
-    for name, (array, ndim) in of_head.items():
+    for name, ndim in dict(dt=2, A=1, D=1, dt_bias=1).items():
+        array = getattr(inputs, name)
         if array is not None and array.ndim != ndim:
             return f"{name} must have a value per head, got {list(array.shape)}"
-    return state_warps.unsupported(pool, *(each for each in (x, dt, A, B, C, D, z, dt_bias) if each is not None))
+    return state_warps.unsupported(pool, *(each for each in inputs if each is not None))
 
 
 class _StateSpace:
@@ -63,26 +61,14 @@ class _StateSpace:
 
 
 def selective_state_update(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    D: jax.Array | None,
-    z: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
+    inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel. See api.py."""
-    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     return state_warps.advance_states(
         "selective_state_update",
         lambda refs, warp: _StateSpace(refs, warp, dt_softplus),
-        {name: array for name, array in inputs.items() if array is not None},
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        {name: array for name, array in inputs._asdict().items() if array is not None},
+        jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype),
         pool,
         rows.layer,
         (rows.query_start_loc, rows.read, rows.write),

@@ -3,26 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._math import silu, softplus
+from pallas_kernels._math import silu
+from pallas_kernels._state_space import StateSpace, step_size
 from pallas_kernels.blocks import read_blocks, write_blocks
 from pallas_kernels.rows import Rows, token_rows
 
 
 def selective_state_update(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    D: jax.Array | None,
-    z: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
+    inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Advance all rows in one loop over the tokens. See api.py."""
+    x, dt, A, B, C, D, z, dt_bias = inputs
     heads = x.shape[1]
     token_row, token_offset, _ = token_rows(rows.query_start_loc, x.shape[0])
 
@@ -31,14 +22,13 @@ def selective_state_update(
         return v.astype(jnp.float32).reshape(heads, -1)
 
     A = A.astype(jnp.float32).reshape(heads, *(A.shape[1:] or (1, 1)))
+    bias = None if dt_bias is None else per_channel(dt_bias)
 
     def advance(token, carry):
         state, out, pool = carry
         row, offset = token_row[token], token_offset[token]
         state = jnp.where(offset == 0, read_blocks(pool, rows.layer, rows.read[row]), state)
-        step = per_channel(dt[token])
-        step = step if dt_bias is None else step + per_channel(dt_bias)
-        step = softplus(step) if dt_softplus else step
+        step = step_size(per_channel(dt[token]), bias, dt_softplus)
         x_t = x[token].astype(jnp.float32)
         B_t, C_t = (jnp.repeat(v[token].astype(jnp.float32), heads // v.shape[1], axis=0)[:, None, :] for v in (B, C))
         state = jnp.exp(A * step[..., None]) * state + (step * x_t)[..., None] * B_t

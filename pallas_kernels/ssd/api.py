@@ -1,15 +1,13 @@
 """The public function of ssd: its contract, checks and dispatch."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels._check import checked, require
-from pallas_kernels._mosaic_available import unavailable
+from pallas_kernels._check import checked
+from pallas_kernels._run_op import run_op
+from pallas_kernels._state_space import StateSpace
 from pallas_kernels.chunks import check_chunks
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 from pallas_kernels.ssd import pallas_triton, xla
 from pallas_kernels.ssd.config import Config
@@ -80,36 +78,17 @@ def ssd(
     """
     name = "ssd"
     rows, run = rows.having(name, "read", "write", "chunks", optional=("checkpoints",)), run.checked(name, Config)
-    require(
-        B.shape[1] > 0 and x.shape[1] % B.shape[1] == 0,
-        f"{name}: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
-    )
+    inputs = StateSpace(x, dt, A, B, C, D, z, dt_bias).checked(name)
     if x.shape[0] == 0 or rows.num_rows == 0:
         return jnp.zeros_like(x), pool
     check_chunks(name, rows.chunks, rows.num_rows, x.shape[0])
-    unsupported = pallas_triton.unsupported(x, B, C, rows.num_rows, rows.chunks.chunk_size, run.config)
-    return _prefill((x, dt, A, B, C, pool, rows, D, z, dt_bias), dt_softplus, run, unsupported)
-
-
-@functools.partial(jax.jit, static_argnames=("dt_softplus", "run", "unsupported"))
-def _prefill(operands, dt_softplus, run, unsupported):
-    return dispatch(
-        "ssd",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.ssd, dt_softplus=dt_softplus),
-        triton=functools.partial(pallas_triton.ssd, dt_softplus=dt_softplus, run=run),
-        unsupported=unsupported,
-        mosaic_gpu=_mosaic_gpu(operands, dt_softplus, run),
+    return run_op(
+        name,
+        (inputs, pool, rows),
+        run,
+        xla=xla.ssd,
+        triton=pallas_triton.ssd,
+        unsupported=pallas_triton.unsupported(inputs, rows, run.config),
+        sm90="pallas_kernels.ssd.sm90",
+        dt_softplus=dt_softplus,
     )
-
-
-def _mosaic_gpu(operands, dt_softplus, run):
-    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
-    if reason := unavailable(run):
-        return reason
-    from pallas_kernels.ssd import sm90
-
-    x, _, _, B, C, pool, rows, _, z, _ = operands
-    reason = sm90.unsupported(x, B, C, z, pool, rows.chunks.chunk_size)
-    return reason or functools.partial(sm90.ssd, dt_softplus=dt_softplus)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._math import softplus
 from pallas_kernels._pallas_triton import Refs
+from pallas_kernels._state_space import StateSpace, step_size
 from pallas_kernels.chunks import Chunks
 
 
@@ -48,17 +48,9 @@ def sums_on_fixed_grid(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.cumsum(whole), jax.lax.cumsum(g - whole)
 
 
-def decays(
-    dt: jax.Array,
-    A: jax.Array,
-    dt_bias: jax.Array | None,
-    chunks: Chunks,
-    *,
-    dt_softplus: bool,
-    interpret: bool = False,
-) -> jax.Array:
+def decays(inputs: StateSpace, chunks: Chunks, *, dt_softplus: bool, interpret: bool = False) -> jax.Array:
     """Return the `Factors` of all chunks and heads, float32 [heads, chunks, factors, chunk_size]."""
-    heads, size, num_chunks = dt.shape[1], chunks.chunk_size, chunks.seq_idx.shape[0]
+    heads, size, num_chunks = inputs.dt.shape[1], chunks.chunk_size, chunks.seq_idx.shape[0]
 
     def kernel(refs: Refs) -> None:
         head, chunk = pt.program_id(0), pt.program_id(1)
@@ -66,9 +58,9 @@ def decays(
         start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
         live = lane < end - start
         rate = refs.A[head].astype(jnp.float32) * pt.LOG2_E
-        step = pt.load(refs.dt.at[start + lane, head], mask=live, other=0.0).astype(jnp.float32)
-        step = step if refs.dt_bias is None else step + refs.dt_bias[head].astype(jnp.float32)
-        step = jnp.where(live, softplus(step) if dt_softplus else step, 0.0)
+        raw = pt.load(refs.dt.at[start + lane, head], mask=live, other=0.0).astype(jnp.float32)
+        bias = None if refs.dt_bias is None else refs.dt_bias[head]
+        step = jnp.where(live, step_size(raw, bias, dt_softplus), 0.0)
         whole, rest = sums_on_fixed_grid(rate * step)
         last = lane == size - 1
         whole_end, rest_end = (jnp.sum(jnp.where(last, x, 0.0)) for x in (whole, rest))
@@ -82,7 +74,7 @@ def decays(
         kernel,
         name="ssd_decays",
         grid=(heads, num_chunks),
-        inputs=dict(dt=dt, A=A, dt_bias=dt_bias, cu_chunk_seqlens=chunks.cu_chunk_seqlens),
+        inputs=dict(dt=inputs.dt, A=inputs.A, dt_bias=inputs.dt_bias, cu_chunk_seqlens=chunks.cu_chunk_seqlens),
         outputs=dict(factors=jax.ShapeDtypeStruct((heads, num_chunks, len(Factors()), size), jnp.float32)),
         updates={},
         num_warps=1,

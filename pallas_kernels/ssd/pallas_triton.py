@@ -4,7 +4,6 @@ One program per block of channels, head and row runs the row's chunks in order, 
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -13,8 +12,9 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import device
 from pallas_kernels._dot import as_terms, dot
-from pallas_kernels._math import silu, softplus
+from pallas_kernels._math import silu
 from pallas_kernels._pallas_triton import Lanes, Refs
+from pallas_kernels._state_space import StateSpace, step_size
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
@@ -28,31 +28,31 @@ _SHARED_BYTES = 200 * 1024  # the shared memory that a program may use, out of a
 _MAX_FRACTION = 1.25  # of a GPU's shared memory that `unsupported` may count: other tensor cores read registers too
 
 
-def _operand_dtype(*arrays: jax.Array) -> Any:
-    """Return the dtype in which the arrays are multiplied: bfloat16 if all of them are, and float32 otherwise.
+def _operand_dtype(inputs: StateSpace | Refs) -> Any:
+    """Return the dtype in which x, B and C are multiplied: bfloat16 if all of them are, and float32 otherwise.
 
     float16's range is too small for the terms of a state.
     """
-    return jnp.bfloat16 if all(v.dtype == jnp.bfloat16 for v in arrays) else jnp.float32
+    return jnp.bfloat16 if all(v.dtype == jnp.bfloat16 for v in (inputs.x, inputs.B, inputs.C)) else jnp.float32
 
 
-def _config(x: jax.Array, B: jax.Array, C: jax.Array, num_rows: int, chunk_size: int, config: Config | None) -> Config:
+def _config(inputs: StateSpace, rows: Rows, config: Config | None) -> Config:
     """Return `config` or the default, with a block that is no larger than head_dim needs."""
-    itemsize = jnp.dtype(_operand_dtype(x, B, C)).itemsize
-    config = config or default_config(num_rows * math.prod(x.shape[1:]), B.shape[-1], chunk_size, itemsize)
-    return dataclasses.replace(config, block_dim=min(config.block_dim, _extent(x.shape[-1])))
+    _, heads, head_dim = inputs.x.shape
+    itemsize, channels = jnp.dtype(_operand_dtype(inputs)).itemsize, rows.num_rows * heads * head_dim
+    config = config or default_config(channels, inputs.B.shape[-1], rows.chunks.chunk_size, itemsize)
+    return dataclasses.replace(config, block_dim=min(config.block_dim, _extent(head_dim)))
 
 
-def unsupported(
-    x: jax.Array, B: jax.Array, C: jax.Array, num_rows: int, chunk_size: int, config: Config | None
-) -> str | None:
+def unsupported(inputs: StateSpace, rows: Rows, config: Config | None) -> str | None:
     """Return the reason why the kernel cannot run these arguments, or None if it can."""
+    chunk_size = rows.chunks.chunk_size
     if chunk_size not in (16, 32, 64, 128, 256):
         return f"chunk_size must be a power of two from 16 to 256, got {chunk_size}"
     if chunk_size > 64 and device.has_little_shared_memory():
         return f"chunk_size must be at most 64 on a GPU with little shared memory, got {chunk_size}"
-    block_dim = _config(x, B, C, num_rows, chunk_size, config).block_dim
-    state_dim, itemsize = _extent(B.shape[-1]), jnp.dtype(_operand_dtype(x, B, C)).itemsize
+    block_dim = _config(inputs, rows, config).block_dim
+    state_dim, itemsize = _extent(inputs.B.shape[-1]), jnp.dtype(_operand_dtype(inputs)).itemsize
     # float32 operands of a product cannot be transposed, so they are in shared memory in both orders.
     tiles = 4 if itemsize == 4 else 2
     elements = chunk_size * (tiles * state_dim + chunk_size) + 2 * block_dim * (chunk_size + state_dim)
@@ -88,7 +88,7 @@ def _advance_row(
     first_length = refs.cu_chunk_seqlens[refs.first_chunk_indices[row] + 1] - start
     layer = refs.layer[...]
 
-    dtype = _operand_dtype(refs.x, refs.B, refs.C)
+    dtype = _operand_dtype(refs)
     channel, channel_inside = channels
     column, column_inside = pt.lanes(0, _extent(state_dim), state_dim)
     lane, _ = pt.lanes(0, chunk_size, chunk_size)
@@ -137,9 +137,7 @@ def _advance_row(
         x = tile(refs.x, head, channel, channel_inside)
         B, C = (tile(ref, group, column, column_inside).astype(dtype) for ref in (refs.B, refs.C))
 
-        dt = raw_dt.astype(jnp.float32)
-        dt = dt if dt_bias is None else dt + dt_bias
-        dt = jnp.where(live, softplus(dt) if dt_softplus else dt, 0.0)
+        dt = jnp.where(live, step_size(raw_dt.astype(jnp.float32), dt_bias, dt_softplus), 0.0)
         whole, rest = sums_on_fixed_grid(rate * dt)
         last = lane == chunk_size - 1
         whole_end, rest_end = (jnp.sum(jnp.where(last, x, 0.0)) for x in (whole, rest))
@@ -190,25 +188,11 @@ def _advance_row(
     advance_to(count, chunk, refs.write_block[row], carry)
 
 
-def ssd(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    D: jax.Array | None,
-    z: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
-    run: Run,
-) -> tuple[jax.Array, jax.Array]:
+def ssd(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool, run: Run) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel. See api.py."""
-    num_tokens, heads, head_dim = x.shape
+    num_tokens, heads, head_dim = inputs.x.shape
     num_rows, chunks, chunk_size = rows.num_rows, rows.chunks, rows.chunks.chunk_size
-    config = _config(x, B, C, num_rows, chunk_size, run.config)
+    config = _config(inputs, rows, run.config)
     block_dim = config.block_dim
 
     def kernel(refs: Refs) -> None:
@@ -237,17 +221,14 @@ def ssd(
             tiles = jax.lax.div(num_tokens - tail + chunk_size - 1, jnp.int32(chunk_size))
             jax.lax.fori_loop(jnp.int32(0), tiles, clear, None)
 
-    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    inputs |= dict(layer=rows.layer, query_start_loc=rows.query_start_loc)
-    inputs |= dict(read_block=rows.read, write_block=rows.write[:, 0]) | rows.checkpoint_inputs
-    inputs |= dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, first_chunk_indices=chunks.first_chunk_indices)
+    of_chunks = dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, first_chunk_indices=chunks.first_chunk_indices)
     results = pt.call(
         kernel,
         name="ssd",
         # The programs of a group are next to each other in the grid, because they read the same B and C.
         grid=(-(-head_dim // block_dim), heads, num_rows + 1),
-        inputs=inputs,
-        outputs={"out": jax.ShapeDtypeStruct(x.shape, x.dtype)},
+        inputs=inputs._asdict() | rows.prefill_inputs | of_chunks,
+        outputs={"out": jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype)},
         updates={"pool": pool},
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
 from pallas_kernels._dot import as_terms
+from pallas_kernels._state_space import StateSpace
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
-from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow
+from pallas_kernels.hopper.prefill_rows import SHAPE, TILE, PrefillRow, prefill_inputs
 from pallas_kernels.rows import Rows
 from pallas_kernels.ssd.decays import Factors, decays
 
@@ -24,10 +25,9 @@ _TERMS = 2  # bfloat16 terms, hi and lo, of a float32 value in products that sta
 _AT = Factors()
 
 
-def unsupported(
-    x: jax.Array, B: jax.Array, C: jax.Array, z: jax.Array | None, pool: jax.Array, chunk_size: int
-) -> str | None:
+def unsupported(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool) -> str | None:
     """Return the reason why the kernel cannot run these arguments, or None if it can."""
+    x, B, C, z, chunk_size = inputs.x, inputs.B, inputs.C, inputs.z, rows.chunks.chunk_size
     head_dim, state_dim = pool.shape[3:]
     if any(v.dtype != jnp.bfloat16 for v in (x, B, C)):
         return f"x, B and C must be bfloat16, got {x.dtype}, {B.dtype} and {C.dtype}"
@@ -200,33 +200,16 @@ def _kernel(names, *arrays):
     hp.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
 
-def ssd(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    D: jax.Array | None,
-    z: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
-) -> tuple[jax.Array, jax.Array]:
+def ssd(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool) -> tuple[jax.Array, jax.Array]:
     """Launch both kernels. See api.py."""
+    x, _, _, B, C, D, z, _ = inputs
     heads, head_dim, state_dim = pool.shape[2:]
-    tiles, chunks = state_dim // TILE, rows.chunks
+    tiles = state_dim // TILE
     skip = None
     if D is not None:
         skip = jnp.broadcast_to(D.astype(jnp.float32).reshape(heads, -1), (heads, head_dim))
-    given = dict(layer=jnp.reshape(rows.layer, 1), query_start_loc=rows.query_start_loc)
-    given |= dict(first_chunk=chunks.first_chunk_indices, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
-    given |= dict(read_block=rows.read, write_block=rows.write[:, 0])
-    if rows.checkpoints is not None:
-        given |= dict(checkpoint_offset=rows.checkpoints.offset, checkpoint_block=rows.checkpoints.block)
-    given |= dict(x=x, B=B, C=C, z=z, skip=skip)
-    given |= dict(factors=decays(dt, A, dt_bias, chunks, dt_softplus=dt_softplus))
+    given = prefill_inputs(rows) | dict(x=x, B=B, C=C, z=z, skip=skip)
+    given |= dict(factors=decays(inputs, rows.chunks, dt_softplus=dt_softplus))
     of_stage = dict(x=(_STAGES,), B=(_STAGES, tiles), C=(_STAGES, tiles))
     copies = 1 + 2 * tiles + 2
     if z is not None:

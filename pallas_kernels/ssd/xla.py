@@ -5,7 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._math import silu, softplus
+from pallas_kernels._math import silu
+from pallas_kernels._state_space import StateSpace, step_size
 from pallas_kernels.blocks import read_blocks, write_kept
 from pallas_kernels.chunks import scan_chunks
 from pallas_kernels.rows import Rows, kept_states
@@ -43,21 +44,9 @@ def _advance_chunk(
     return from_state[:, -1, None, None] * state + added, out
 
 
-def ssd(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    D: jax.Array | None,
-    z: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
-) -> tuple[jax.Array, jax.Array]:
+def ssd(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool) -> tuple[jax.Array, jax.Array]:
     """Run all rows in one scan over the chunks. See api.py."""
+    x, dt, A, B, C, D, z, dt_bias = inputs
     num_tokens, heads, _ = x.shape
     offset, block = kept_states(rows)
     A = A.astype(jnp.float32)
@@ -66,10 +55,10 @@ def ssd(
         def of_heads(v):
             return take(v).astype(jnp.float32).swapaxes(0, 1)
 
-        x_c, step = of_heads(x), of_heads(dt)
+        x_c = of_heads(x)
         B_c, C_c = (jnp.repeat(of_heads(v), heads // v.shape[1], axis=0) for v in (B, C))
-        step = step if dt_bias is None else step + dt_bias.astype(jnp.float32)[:, None]
-        step = jnp.where(live, softplus(step) if dt_softplus else step, 0.0)
+        step = step_size(of_heads(dt), None if dt_bias is None else dt_bias[:, None], dt_softplus)
+        step = jnp.where(live, step, 0.0)
         state, out = _advance_chunk(state, x_c, step, A, B_c, C_c)
         out = out if D is None else out + D.astype(jnp.float32).reshape(heads, 1, -1) * x_c
         out = out if z is None else out * silu(of_heads(z))

@@ -1,13 +1,11 @@
 """The public function of state_copy: its contract, checks and dispatch."""
 
-import functools
-
-import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_layout, checked
+from pallas_kernels._run_op import run_op
 from pallas_kernels.blocks import WindowLayout
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels.dispatch import Run
 from pallas_kernels.state_copy import pallas_triton, xla
 from pallas_kernels.state_copy.config import Config
 
@@ -62,16 +60,5 @@ def state_copy(
         raise ValueError(f"state_copy: pool must have at least two state axes, got {list(pool.shape)}")
     if source.shape[0] == 0:
         return pool
-    return _state_copy(pool, source, destination, window_row, layout, run)
-
-
-@functools.partial(jax.jit, static_argnames=("layout", "run"))
-def _state_copy(pool, source, destination, window_row, layout, run):
-    operands = (pool, source, destination) + (() if window_row is None else (window_row,))
-    return dispatch(
-        "state_copy",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.state_copy, layout=layout),
-        triton=functools.partial(pallas_triton.state_copy, layout=layout, run=run),
-    )
+    implementations = dict(xla=xla.state_copy, triton=pallas_triton.state_copy)
+    return run_op("state_copy", (pool, source, destination, window_row), run, **implementations, layout=layout)

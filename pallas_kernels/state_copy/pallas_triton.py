@@ -88,7 +88,7 @@ def state_copy(
     pool: jax.Array,
     source: jax.Array,
     destination: jax.Array,
-    window_row: jax.Array | None = None,
+    window_row: jax.Array | None,
     *,
     layout: WindowLayout,
     run: Run,

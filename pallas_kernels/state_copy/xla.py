@@ -10,9 +10,9 @@ def state_copy(
     pool: jax.Array,
     source: jax.Array,
     destination: jax.Array,
-    window_row: jax.Array | None = None,
+    window_row: jax.Array | None,
     *,
-    layout: WindowLayout = "SD",
+    layout: WindowLayout,
 ) -> jax.Array:
     """Copy the states. See api.py.
 

@@ -10,6 +10,7 @@ from kernels import hopper_in_numpy
 from kernels.hopper_in_numpy import Ref, memory
 
 from pallas_kernels.chunks import Chunks, chunk_rows
+from pallas_kernels.gated_delta_rule._arguments import Options, Tokens
 from pallas_kernels.gated_delta_rule.config import default_prefill_config
 from pallas_kernels.gated_delta_rule.prefill import chunk_intra_per_channel_sm90 as per_channel
 from pallas_kernels.gated_delta_rule.prefill import chunk_intra_sm90 as per_head
@@ -32,7 +33,7 @@ class Call(NamedTuple):
     g: jnp.ndarray
     beta: jnp.ndarray
     chunks: Chunks
-    options: dict
+    options: Options
     terms: int
     wanted: dict
 
@@ -47,8 +48,8 @@ def draw(rng, key_heads, value_heads, key_dim, use_qk_l2norm, *, kda=False):
     loc = jnp.asarray(np.cumsum([0, *LENGTHS]), jnp.int32)
     chunks = chunk_rows(loc, jnp.asarray(COMPUTED, jnp.int32), tokens + EXTRA)
     config = default_prefill_config(value_heads * key_dim, key_dim, 2, per_channel=kda)
-    options = dict(scale=0.3, use_qk_l2norm=use_qk_l2norm)
-    wanted = multiply(q, k, g, beta, chunks, **options, config=config, interpret=True)
+    options = Options(0.3, use_qk_l2norm)
+    wanted = multiply(Tokens(q, k, None, g, beta), chunks, options=options, config=config, interpret=True)
     system = wanted.pop("system")
     wanted["solve"] = invert(system, beta, chunks, dtype=BFLOAT16, terms=config.pieces, interpret=True)
     return Call(q, k, g, beta, chunks, options, config.pieces, wanted)
@@ -104,7 +105,7 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
             return
         refs = SimpleNamespace(**refs)
         gates = per_head.load_pair(refs, key_head, 0, bounds)
-        per_head.make_products(refs, own, chunk, key_head, bounds, gates, **call.options)
+        per_head.make_products(refs, own, chunk, key_head, bounds, gates, call.options)
 
     given = dict(q=call.q, k=call.k, g=call.g, beta=call.beta)
     found = run(monkeypatch, per_head, call, key_heads, given, outputs, one)
@@ -142,7 +143,7 @@ def test_products_per_channel_are_those_of_the_triton_kernels(rng, monkeypatch, 
 
     def one(refs, chunk, pair):
         arrays = refs | scratch
-        per_channel.kernel([*arrays], *arrays.values(), **call.options)
+        per_channel.kernel([*arrays], *arrays.values(), options=call.options)
 
     found = run(monkeypatch, per_channel, call, (heads + 1) // 2, given, outputs, one)
     found["solve"] = found["solve"].swapaxes(-1, -2)

@@ -13,7 +13,7 @@ from oracles.ops import gates
 
 from pallas_kernels.gated_delta_rule import _gate_code
 from pallas_kernels.gated_delta_rule import sm90 as delta_rule
-from pallas_kernels.gated_delta_rule._gate_code import Gate
+from pallas_kernels.gated_delta_rule._arguments import Options
 from pallas_kernels.gated_delta_rule.gates import Gates
 from pallas_kernels.hopper import state_warps
 from pallas_kernels.selective_state_update import sm90 as state_space
@@ -58,8 +58,8 @@ def run(monkeypatch):
     return run
 
 
-def of_gate(gate):
-    return lambda refs, warp: delta_rule._DeltaRule(refs, warp, gate)
+def delta_rule_of(options):
+    return lambda refs, warp: delta_rule._DeltaRule(refs, warp, options)
 
 
 def named(inputs):
@@ -74,8 +74,9 @@ def test_the_delta_rule_matches_the_oracle(rng, run, key_dim, dtype, state_dtype
     lengths, read, write = mixed_rows(window)
     *inputs, pool = of_delta_rule.make(rng, lengths, dims, dtype, state_dtype)
     rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
-    options = Gates(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
-    out, after = run(of_gate(Gate(options, key_dim**-0.5, True)), named(inputs), pool, rows)
+    wanted_gates = Gates(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
+    options = Options(key_dim**-0.5, True, gates=wanted_gates)
+    out, after = run(delta_rule_of(options), named(inputs), pool, rows)
     a, b, A_log, dt_bias = (x.astype(jnp.float32) for x in inputs[1:5])
     gated = gates(a, b, A_log, dt_bias, lower_bound, beta_max=1 + allow_neg_eigval)
     numbers = *of_delta_rule.unpack(inputs[0], dims), *gated
@@ -101,7 +102,7 @@ def test_the_state_rows_of_a_warp_do_not_change_a_bit(rng, run, state_dtype):
     dims, lengths = of_delta_rule.Dims(1, 1, 128, 128), [3, 1]
     *inputs, pool = of_delta_rule.make(rng, lengths, dims, jnp.bfloat16, state_dtype, clean=(3, 4))
     rows = pack(lengths), jnp.array([3, 4]), jnp.array([[6, 7, 8], [9, 0, 0]])
-    recurrence = of_gate(Gate(Gates(), dims.key_dim**-0.5, True))
+    recurrence = delta_rule_of(Options(dims.key_dim**-0.5, True))
     (out, after), *others = (run(recurrence, named(inputs), pool, rows, n) for n in (2, 4, 8, 16))
     for other_out, other_after in others:
         np.testing.assert_array_equal(out, other_out)

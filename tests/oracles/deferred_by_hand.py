@@ -14,7 +14,7 @@ from kernels import threads_in_numpy
 from kernels.threads_in_numpy import Ref
 
 from pallas_kernels.gated_delta_rule import _gate_code
-from pallas_kernels.gated_delta_rule._gate_code import Gate
+from pallas_kernels.gated_delta_rule._arguments import Options
 from pallas_kernels.gated_delta_rule.deferred import gram_sm90
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results
@@ -31,7 +31,7 @@ def gated_delta_rule_deferred(
 ):  # fmt: skip
     """Takes the arguments of the op, and returns its results."""
     gates = Gates(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
-    gate = Gate(gates, scale, use_qk_l2norm)
+    options = Options(scale, use_qk_l2norm, gates=gates)
     qkv, a, b, A_log, dt_bias = map(np.asarray, (qkv, a, b, A_log, dt_bias))
     pool, ring_k, ring_u, ring_g = (np.array(x) for x in (pool, ring_k, ring_u, ring_g))
     out = np.zeros((qkv.shape[0], *pool.shape[2:4]), qkv.dtype)
@@ -66,7 +66,7 @@ def gated_delta_rule_deferred(
             for index, (start, low) in enumerate(groups):
                 group = Group(start, low, start % (2 * length), starts[row], count, first)
                 keeps_keys = np.bool_(head % (heads // key_heads) == 0)
-                compute(index, inputs, group, gate, results, np.bool_(folds), keeps_keys, np.bool_(True))
+                compute(index, inputs, group, options, results, np.bool_(folds), keeps_keys, np.bool_(True))
             program = SimpleNamespace(
                 coefficients=wide(results.coefficients.array),
                 factors=wide(results.factors.array),

@@ -11,6 +11,7 @@ from oracles.deferred_by_hand import wide
 
 from pallas_kernels.selective_state_update.deferred import Mamba2Entries
 from pallas_kernels.selective_state_update.deferred.coefficients import Factors, coefficients, sizes
+from pallas_kernels.selective_state_update.deferred.entries import Inputs
 
 
 def selective_state_deferred(xBC, dt, A, pool, ring, rows, *, D=None, dt_bias=None, dt_softplus=True):
@@ -19,7 +20,7 @@ def selective_state_deferred(xBC, dt, A, pool, ring, rows, *, D=None, dt_bias=No
     vectors, group_slots = sizes(rows.max_query_tokens, length)
     rows = dataclasses.replace(rows, layer=jnp.int32(layer))
     options = dict(vectors=vectors, dt_softplus=dt_softplus, interpret=True)
-    given = coefficients(xBC, dt, A, ring, rows, D, dt_bias, **options)
+    given = coefficients(Inputs(xBC, dt, A, D, dt_bias), ring, rows, **options)
     at, ring_x, pool = Factors.of(vectors, group_slots), wide(given["ring_x"]), np.array(pool)
     out = np.zeros((xBC.shape[0], *pool.shape[2:4]), xBC.dtype)
     starts = np.asarray(rows.query_start_loc)

@@ -1,14 +1,12 @@
 """The public function of deferred states: its contract, checks and dispatch."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels._check import check_ring, checked, require
-from pallas_kernels._mosaic_available import unavailable
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._run_op import run_op
+from pallas_kernels.dispatch import Run
+from pallas_kernels.gated_delta_rule._arguments import Options, Projections
 from pallas_kernels.gated_delta_rule.deferred import pallas_triton, xla
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
 from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
@@ -120,30 +118,13 @@ def gated_delta_rule_deferred(
     tokens = qkv.shape[0]
     if tokens == 0:  # Rows without tokens may fold, but no array of a kernel may be empty.
         qkv, a, b = (jnp.zeros((1, *x.shape[1:]), x.dtype) for x in (qkv, a, b))
-    scale = key_dim**-0.5 if scale is None else scale
-    out, pool, ring = _deferred((qkv, a, b, A_log, dt_bias, pool, ring, rows), gates, scale, use_qk_l2norm, run)
-    return out[:tokens], pool, ring
-
-
-@functools.partial(jax.jit, static_argnames=("gates", "scale", "use_qk_l2norm", "run"))
-def _deferred(operands, gates, scale, use_qk_l2norm, run):
-    options = dict(gates=gates, scale=scale, use_qk_l2norm=use_qk_l2norm)
-    return dispatch(
-        "gated_delta_rule_deferred",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.gated_delta_rule_deferred, **options),
-        triton=functools.partial(pallas_triton.gated_delta_rule_deferred, **options, run=run),
-        mosaic_gpu=_mosaic_gpu(operands, options, run),
+    out, pool, ring = run_op(
+        name,
+        (Projections(qkv, a, b, A_log, dt_bias), pool, ring, rows),
+        run,
+        xla=xla.gated_delta_rule_deferred,
+        triton=pallas_triton.gated_delta_rule_deferred,
+        sm90="pallas_kernels.gated_delta_rule.deferred.sm90",
+        options=Options(key_dim**-0.5 if scale is None else scale, use_qk_l2norm, gates=gates),
     )
-
-
-def _mosaic_gpu(operands, options, run):
-    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
-    if reason := unavailable(run):
-        return reason
-    from pallas_kernels.gated_delta_rule.deferred import sm90
-
-    qkv, a, _, _, _, pool, ring, _ = operands
-    reason = sm90.unsupported(qkv, a, pool, ring.u)
-    return reason or functools.partial(sm90.gated_delta_rule_deferred, **options)
+    return out[:tokens], pool, ring

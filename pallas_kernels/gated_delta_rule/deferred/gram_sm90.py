@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
-from pallas_kernels.gated_delta_rule._gate_code import Gate
+from pallas_kernels.gated_delta_rule._arguments import Options
+from pallas_kernels.gated_delta_rule._gate_code import beta, log_decay
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
@@ -89,7 +90,7 @@ def store_gram(
     index: int,
     inputs: Inputs,
     group: Group,
-    gate: Gate,
+    options: Options,
     results: Results,
     folds: Any,
     keeps_keys: Any,
@@ -101,7 +102,7 @@ def store_gram(
         index: 0 for the group of the row's base, and 1 for the next one.
         inputs: The inputs.
         group: The group.
-        gate: The options of gates and norms.
+        options: The op's options.
         results: The results. `x`, `fold` and the fold's factors are stored for group 0 only.
         folds: Whether the fold's keys are needed.
         keeps_keys: Whether the keys of the row's tokens are stored. One CTA for each key head stores them.
@@ -110,15 +111,16 @@ def store_gram(
     length, key_dim = inputs.ring_k.shape[0] // 2, inputs.keys.shape[1]
     vectors, group_slots = results.coefficients.shape[1:]
     tokens = inputs.keys.shape[0]
-    options: dict[str, Any] = dict(index=index, gate=gate, length=length, key_dim=key_dim, tokens=tokens)
-    options |= dict(vectors=vectors, group_slots=group_slots)
+    sizes = dict(length=length, key_dim=key_dim, tokens=tokens, vectors=vectors, group_slots=group_slots)
     scalars = *group, *(flag.astype("int32") for flag in (folds, keeps_keys, keeps_decays))
 
     def body(*given: Any) -> None:
         refs, given = Inputs(*given[: len(inputs)]), given[len(inputs) :]
         x, coefficients, factors, fold, *rest = given
         tiles = Results(x, coefficients, factors, fold, results.row_bytes)
-        _Threads(refs, tiles, Group(*rest[: len(group)]), *rest[len(group) :], **options).run()
+        _Threads(
+            refs, tiles, Group(*rest[: len(group)]), *rest[len(group) :], index=index, options=options, **sizes
+        ).run()
 
     tiled = lambda ref, row_bytes: (ref, hp.tiling(ref.dtype, swizzle=row_bytes))
     tiles = [tiled(results.x, results.row_bytes), (results.coefficients, ()), (results.factors, ())]
@@ -132,9 +134,9 @@ class _Threads:
 
     def __init__(
         self, inputs: Inputs, results: Results, group: Group, folds: Any, keeps_keys: Any, keeps_decays: Any, *,
-        index: int, gate: Gate, length: int, key_dim: int, vectors: int, group_slots: int, tokens: int,
+        index: int, options: Options, length: int, key_dim: int, vectors: int, group_slots: int, tokens: int,
     ) -> None:  # fmt: skip
-        self.inputs, self.results, self.group, self.gate = inputs, results, group, gate
+        self.inputs, self.results, self.group, self.options = inputs, results, group, options
         self.folds, self.keeps_keys, self.keeps_decays = folds, keeps_keys, keeps_decays
         self.index, self.length, self.slices = index, length, key_dim // _KEYS
         self.vectors, self.group_slots, self.last = vectors, group_slots, tokens - 1
@@ -156,7 +158,7 @@ class _Threads:
             raw, stored, rate, bias = self.load_decay()
             # Vectors are used and stored before anything else, so that their registers are free again.
             products = [self.products(tile, keys) for tile in tiles]
-            factors = [(self.factor(key, 1.0), self.factor(query, self.gate.scale)) for key, query in tiles]
+            factors = [(self.factor(key, 1.0), self.factor(query, self.options.scale)) for key, query in tiles]
             if self.index == 0:
                 with hp.predicated(_is_set(self.folds)):
                     self.store_row(self.results.fold, 2 * self.group_slots, slot, keys, exists)
@@ -165,8 +167,8 @@ class _Threads:
             decays = self.log_decays(raw, stored, rate, bias)
             if self.index == 0:
                 self.store_fold(decays)
-            for first, sums, factor, beta in zip(firsts, products, factors, betas, strict=True):
-                self.store_tile(first, sums, factor, beta, decays)
+            for first, sums, factor, raw_beta in zip(firsts, products, factors, betas, strict=True):
+                self.store_tile(first, sums, factor, raw_beta, decays)
 
     def exists(self, slot: Any) -> Any:
         """Whether slot `slot` of the group has an entry, in the ring or of the call."""
@@ -217,7 +219,7 @@ class _Threads:
 
     def log_decays(self, raw: Any, stored: Any, rate: Any, bias: Any) -> list[Any]:
         """Return the log decays of all slots, 0 for slots without an entry. New ones are stored in the ring."""
-        decay = self.gate.log_decay(raw, rate, bias)
+        decay = log_decay(self.options.gates, raw, rate, bias)
         is_new, exists = self.is_new(self.lane), self.exists(self.lane)
         with hp.predicated(_all(is_new, _is_set(self.keeps_decays), self.warp < 1)):
             self.inputs.ring_g[self.group.slot + self.lane] = decay
@@ -235,7 +237,7 @@ class _Threads:
 
     def factor(self, words: Sequence[Sequence[Any]], factor: float) -> Any:
         """Return a vector's norm factor times `factor`. Four lanes have slices of the vector."""
-        if not self.gate.use_qk_l2norm:
+        if not self.options.use_qk_l2norm:
             return hp.f32(factor)
         wide = [hp.from_words(slice_, self.kind).astype(jnp.float32) for slice_ in words]
         squares = hp.add(*[each * each for each in wide])
@@ -290,7 +292,7 @@ class _Threads:
             hp.store_vector(hp.from_words(kept, self.kind), ref, *where)
 
     def store_tile(
-        self, first: int, products: Sequence[Any], factors: Sequence[Any], beta: Any, decays: Sequence[Any]
+        self, first: int, products: Sequence[Any], factors: Sequence[Any], raw_beta: Any, decays: Sequence[Any]
     ) -> None:
         """Store the coefficients and factors of the keys and queries of up to eight tokens."""
         group, zero, at = self.group, hp.f32(0.0), Factors.of(self.vectors, self.group_slots)
@@ -315,7 +317,7 @@ class _Threads:
             where = [hp.index(each) for each in (hp.i32(self.index), index, own[0])]
             hp.store_vector(hp.pack(seen), self.results.coefficients, *where)
             self.results.factors[_offset(index, at.of_state + of_group)] = of_state * factor
-        self.results.factors[_offset(token, at.of_key + of_group)] = self.gate.beta(beta) * factors[0]
+        self.results.factors[_offset(token, at.of_key + of_group)] = beta(self.options.gates, raw_beta) * factors[0]
 
 
 def _all(*conditions: Any) -> Any:

@@ -7,7 +7,7 @@ computed once for all tiles of a program.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels._tiles import iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.dispatch import Run
+from pallas_kernels.gated_delta_rule._arguments import Options, Projections
 from pallas_kernels.gated_delta_rule.deferred._factors import sizes
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
 from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
-from pallas_kernels.gated_delta_rule.gates import Gates
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 from pallas_kernels.rows import Rows
 
@@ -47,27 +47,10 @@ def _row(tile: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(iota(tile.shape, 0) == index, tile, 0.0), axis=0)
 
 
-def _kernel(
-    refs: Refs,
-    *,
-    max_query_tokens: int,
-    config: DeferredConfig,
-    gates: Gates,
-    scale: float,
-    use_qk_l2norm: bool,
-    interpret: bool,
-) -> None:
+def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, options: Options, interpret: bool) -> None:
     """Handle one row, value head and block of value dims.
 
-    Args:
-        refs: Reads the arguments of `gated_delta_rule_deferred`, updates `pool`, `ring_k`, `ring_u` and `ring_g`, and
-            writes `out`.
-        max_query_tokens: The largest number of tokens of a row.
-        config: The launch configuration.
-        gates: Which gates the model has.
-        scale: Factor of the queries.
-        use_qk_l2norm: Whether queries and keys are normalised.
-        interpret: Whether the kernel runs as plain JAX.
+    Reads the arguments of `gated_delta_rule_deferred`, updates `pool` and the ring, and writes `out`.
     """
     tokens, rows, value_heads = refs.qkv.shape[0], refs.slot.shape[0], refs.A_log.shape[0]
     key_heads, ring_slots, key_dim = refs.ring_k.shape[2:]
@@ -119,7 +102,7 @@ def _kernel(
             call = pt.load(call_at, mask=new[:, None] & exists[None, :], other=0.0)
             k.append(jnp.where(new[:, None], call, ring))
         a = pt.load(refs.a.at[token, head], mask=new, other=0.0)
-        g, _ = gates.compute(a, a, A_log, dt_bias)
+        g, _ = options.gates.compute(a, a, A_log, dt_bias)
         g = jnp.where(new, g, pt.load(refs.ring_g.at[layer, slot, head, at], mask=old, other=0.0))
         return _Group(k, g, new, at)
 
@@ -180,12 +163,12 @@ def _kernel(
             The factors of the corrections [vectors, group_slots], of the state, and, for keys, of their own correction.
         """
         store_entries(group)
-        factor = jnp.where(is_key, 1.0, scale)
-        if use_qk_l2norm:
+        factor = jnp.where(is_key, 1.0, options.scale)
+        if options.use_qk_l2norm:
             squares = [jnp.sum(each * each, axis=1) for each in (each.astype(jnp.float32) for each in x)]
             factor = factor * jax.lax.rsqrt(sum(squares[1:], squares[0]) + L2_EPSILON)
         b = pt.load(refs.b.at[token, head], mask=inside, other=0.0)
-        beta = gates.compute(b, b, A_log, dt_bias)[1]
+        beta = options.gates.compute(b, b, A_log, dt_bias)[1]
         # A sum of log decays is a product with zeros and ones, which three bfloat16 terms make exact but for the sum itself.
         until = index[None, :] <= slot[:, None]
         later = jnp.where(index[None, :] > index[:, None], group.g[None, :], 0.0)
@@ -277,34 +260,23 @@ def _kernel(
 
 
 def gated_delta_rule_deferred(
-    qkv: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    pool: jax.Array,
-    ring: DeltaRuleEntries,
-    rows: Rows,
-    *,
-    run: Run,
-    **options: Any,
+    inputs: Projections, pool: jax.Array, ring: DeltaRuleEntries, rows: Rows, *, options: Options, run: Run
 ) -> tuple[jax.Array, jax.Array, DeltaRuleEntries]:
     """Launch the kernel. See api.py."""
     value_heads, value_dim = pool.shape[2:4]
     config = run.config or default_config(rows.num_rows, pool.dtype.itemsize)
-    inputs = dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_block=rows.read, fold_block=rows.fold.block)
-    inputs |= dict(layer=rows.layer, query_start_loc=rows.query_start_loc, slot=rows.fold.slot, base=rows.fold.base)
-    inputs |= dict(position=rows.num_computed_tokens)
-    outputs = {"out": jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype)}
-    grid = -(-value_dim // config.block_value), value_heads, rows.num_rows
+    of_rows = dict(read_block=rows.read, fold_block=rows.fold.block, layer=rows.layer)
+    of_rows |= dict(query_start_loc=rows.query_start_loc, slot=rows.fold.slot, base=rows.fold.base)
+    of_rows |= dict(position=rows.num_computed_tokens)
+    shape = inputs.qkv.shape[0], value_heads, value_dim
     results = pt.call(
         functools.partial(
-            _kernel, max_query_tokens=rows.max_query_tokens, config=config, interpret=run.interpret, **options
+            _kernel, max_query_tokens=rows.max_query_tokens, config=config, options=options, interpret=run.interpret
         ),
         name="gated_delta_rule_deferred",
-        grid=grid,
-        inputs=inputs,
-        outputs=outputs,
+        grid=(-(-value_dim // config.block_value), value_heads, rows.num_rows),
+        inputs=inputs._asdict() | of_rows,
+        outputs=dict(out=jax.ShapeDtypeStruct(shape, inputs.qkv.dtype)),
         updates=dict(pool=pool) | ring.by_name,
         num_warps=config.num_warps,
         interpret=run.interpret,

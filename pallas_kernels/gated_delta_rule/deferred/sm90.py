@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.gated_delta_rule._gate_code import Gate
+from pallas_kernels.gated_delta_rule._arguments import Options, Projections
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
 from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results, store_gram
-from pallas_kernels.gated_delta_rule.gates import Gates
 from pallas_kernels.rows import Rows
 
 _VALUES = 64  # value dims of a CTA: the rows of a product on tensor cores
@@ -25,14 +24,14 @@ _LENGTHS = (16, 32)  # lengths of groups: the widths of tiles of corrections
 _TOGETHER = 8  # corrections that are copied together, if any of them is needed
 
 
-def unsupported(qkv: jax.Array, a: jax.Array, pool: jax.Array, ring_u: jax.Array) -> str | None:
+def unsupported(
+    inputs: Projections, pool: jax.Array, ring: DeltaRuleEntries, rows: Rows, *, options: Options
+) -> str | None:
     """Return the reason why the kernel cannot run these arguments, or None if it can."""
     value_dim, key_dim = pool.shape[3:]
-    length = ring_u.shape[3] // 2
-    if qkv.dtype != jnp.bfloat16:
-        return f"qkv must be bfloat16, got {qkv.dtype}"
-    if a.ndim != 2:
-        return f"a must have a decay per head [tokens, value_heads], got {list(a.shape)}"
+    length = ring.u.shape[3] // 2
+    if inputs.qkv.dtype != jnp.bfloat16:
+        return f"qkv must be bfloat16, got {inputs.qkv.dtype}"
     if value_dim % _VALUES or key_dim % 64 or key_dim > 256:
         return f"value_dim and key_dim must be multiples of 64, key_dim at most 256, got {value_dim} and {key_dim}"
     return None if length in _LENGTHS else f"groups must have {_LENGTHS} tokens, got {length}"
@@ -68,7 +67,7 @@ def _kernel(
     *,
     max_query_tokens: int,
     count: int,
-    gate: Gate,
+    options: Options,
 ):
     """Handle one row, one value head, and 64 of its value dims.
 
@@ -148,7 +147,7 @@ def _kernel(
         is_first = value_tile == 0
         keeps_keys = is_first & (jax.lax.rem(head, jnp.int32(value_heads // key_heads)) == 0)
         results = Results(x_tile, coefficient_tile, factor_tile, fold_tile, 2 * hp.SWIZZLE // pool.dtype.itemsize)
-        store_gram(n, inputs, group, gate, results, folds, keeps_keys, is_first)
+        store_gram(n, inputs, group, options, results, folds, keeps_keys, is_first)
 
     def operands(state):
         """Return a state's bfloat16 terms, lo first, so that larger products do not round them away."""
@@ -260,27 +259,15 @@ def _kernel(
 
 
 def gated_delta_rule_deferred(
-    qkv: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    pool: jax.Array,
-    ring: DeltaRuleEntries,
-    rows: Rows,
-    *,
-    gates: Gates,
-    scale: float,
-    use_qk_l2norm: bool,
+    inputs: Projections, pool: jax.Array, ring: DeltaRuleEntries, rows: Rows, *, options: Options
 ) -> tuple[jax.Array, jax.Array, DeltaRuleEntries]:
     """Launch the kernel. See api.py."""
-    value_heads, value_dim, key_dim = pool.shape[2:]
+    qkv, (value_heads, value_dim, key_dim) = inputs.qkv, pool.shape[2:]
     vectors, group_slots = sizes(rows.max_query_tokens, ring.k.shape[3] // 2)
     updated = [jax.new_ref(x) for x in (pool, *ring.arrays)]
     count, tile = 3 if pool.dtype == jnp.float32 else 2, hp.SWIZZLE // pool.dtype.itemsize
-    options = dict(max_query_tokens=rows.max_query_tokens, count=count)
     out = hp.kernel(
-        functools.partial(_kernel, **options, gate=Gate(gates, scale, use_qk_l2norm)),
+        functools.partial(_kernel, max_query_tokens=rows.max_query_tokens, count=count, options=options),
         out_type=jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype),
         grid=(rows.num_rows, value_heads, value_dim // _VALUES),
         grid_names=("row", "head", "value_tile"),
@@ -307,11 +294,7 @@ def gated_delta_rule_deferred(
         rows.num_computed_tokens,
         rows.read,
         rows.fold.block,
-        qkv,
-        a,
-        b,
-        A_log,
-        dt_bias,
+        *inputs,
         *updated,
     )
     pool, *entries = (jax.freeze(each) for each in updated)

@@ -4,28 +4,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._deferred_rows import run_rows
+from pallas_kernels.gated_delta_rule._arguments import Options, Projections
 from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
-from pallas_kernels.gated_delta_rule.gates import Gates
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 from pallas_kernels.rows import Rows
 
 
 def gated_delta_rule_deferred(
-    qkv: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    pool: jax.Array,
-    ring: DeltaRuleEntries,
-    rows: Rows,
-    *,
-    gates: Gates,
-    scale: float,
-    use_qk_l2norm: bool,
+    inputs: Projections, pool: jax.Array, ring: DeltaRuleEntries, rows: Rows, *, options: Options
 ) -> tuple[jax.Array, jax.Array, DeltaRuleEntries]:
     """Advance packed rows. See api.py."""
     # All key channels of a head share a log decay.
+    qkv, a, b, A_log, dt_bias = inputs
     A_log, dt_bias, a, layer = A_log[:, None], dt_bias[:, None], a[..., None], rows.layer
     value_heads, value_dim, key_dim = pool.shape[2:]
     key_heads, ring_slots = ring.k.shape[2:4]
@@ -61,7 +51,9 @@ def gated_delta_rule_deferred(
 
     def factor(x):
         """Return the factors [heads] that normalise x [heads, key_dim]."""
-        return jax.lax.rsqrt(jnp.sum(x * x, -1) + L2_EPSILON) if use_qk_l2norm else jnp.ones(x.shape[0], jnp.float32)
+        if not options.use_qk_l2norm:
+            return jnp.ones(x.shape[0], jnp.float32)
+        return jax.lax.rsqrt(jnp.sum(x * x, -1) + L2_EPSILON)
 
     def advance(token, slot, base, position, state, out, rings):
         """Run one token at `position`, which is in base's group, and store its entry."""
@@ -69,9 +61,9 @@ def gated_delta_rule_deferred(
         here, at = position - first, position % ring_slots
         q, raw_k = (x.reshape(-1, key_dim) for x in jnp.split(qkv[token, : 2 * key_channels], 2))
         v = qkv[token, 2 * key_channels :].reshape(value_heads, value_dim).astype(jnp.float32)
-        g, beta = gates.compute(a[token], b[token][:, None], A_log, dt_bias)
+        g, beta = options.gates.compute(a[token], b[token][:, None], A_log, dt_bias)
         q, k = q.astype(jnp.float32), raw_k.astype(jnp.float32)
-        q_factor, k_factor = factor(q) * scale, factor(k)
+        q_factor, k_factor = factor(q) * options.scale, factor(k)
         rings = (rings[0].at[layer, slot, :, at].set(raw_k), rings[1], rings[2].at[layer, slot, :, at].set(g))
         keys, _, g = entries(rings, slot, first, base, position + 1)
         _, u, _ = entries(rings, slot, first, base, position)

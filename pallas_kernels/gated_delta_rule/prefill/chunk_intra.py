@@ -16,6 +16,8 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import Operand, as_terms, dot
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels._tiles import as_operand, iota, key_lanes, store_terms
+from pallas_kernels.gated_delta_rule._arguments import Options
+from pallas_kernels.gated_delta_rule.prefill.head_chunk import HeadChunk
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 # Keys in a tile of `products_per_channel`. All keys of a head would not fit into a program's registers.
@@ -50,36 +52,17 @@ def _products_of_rows(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
 
 
-def _norm(squares: jax.Array, use_qk_l2norm: bool) -> jax.Array:
+def _norm(squares: jax.Array, options: Options) -> jax.Array:
     """Return the factors that normalise vectors, given the sums of their squares. Without normalisation they are 1."""
-    return jax.lax.rsqrt(squares + L2_EPSILON) if use_qk_l2norm else jnp.ones(squares.shape, jnp.float32)
+    return jax.lax.rsqrt(squares + L2_EPSILON) if options.use_qk_l2norm else jnp.ones(squares.shape, jnp.float32)
 
 
-def products(
-    refs: Refs,
-    key_head: jax.Array,
-    chunk: jax.Array,
-    start: jax.Array,
-    end: jax.Array,
-    *,
-    size: int,
-    scale: float,
-    use_qk_l2norm: bool,
-    interpret: bool,
-) -> None:
+def products(refs: Refs, own: HeadChunk, *, options: Options, interpret: bool) -> None:
     """Handle one chunk and key head, with one decay per value head: all value heads of that key head.
 
-    Args:
-        refs: Reads `q`, `k`, `g`, `beta`. Writes `system`, `attention`, `scales`, `decay`.
-        key_head: The key head.
-        chunk: The chunk, which is not empty.
-        start: Index of the chunk's first token.
-        end: Index after the chunk's last token.
-        size: The chunk size.
-        scale: Factor of the queries.
-        use_qk_l2norm: Whether queries and keys are normalised.
-        interpret: Whether the kernel runs as plain JAX.
+    Reads `q`, `k`, `g`, `beta`. Writes `system`, `attention`, `scales`, `decay`.
     """
+    key_head, chunk, start, end, size = own
     _, key_heads, key_dim = refs.k.shape
     repeats = refs.beta.shape[1] // key_heads
     lane, later, earlier = iota((size,), 0), iota((size, size), 0), iota((size, size), 1)
@@ -94,8 +77,8 @@ def products(
     # Inputs are multiplied as they are, and the products are scaled afterwards.
     product = functools.partial(dot, contract=(1, 1), interpret=interpret)
     q, k = tile(refs.q), tile(refs.k)
-    q_norm = scale * _norm(_products_of_rows(q, q), use_qk_l2norm)
-    k_norm = _norm(_products_of_rows(k, k), use_qk_l2norm)
+    q_norm = options.scale * _norm(_products_of_rows(q, q), options)
+    k_norm = _norm(_products_of_rows(k, k), options)
     keys = jnp.where(earlier < later, product(k, k) * (k_norm[:, None] * k_norm[None, :]), 0.0)
     queries = jnp.where(earlier <= later, product(q, k) * (q_norm[:, None] * k_norm[None, :]), 0.0)
 
@@ -146,18 +129,7 @@ def last_block(decayed_keys: jax.ShapeDtypeStruct) -> int:
     return 16 if decayed_keys.dtype == jnp.bfloat16 and decayed_keys.shape[0] == 1 else 8
 
 
-def products_per_channel(
-    refs: Refs,
-    head: jax.Array,
-    chunk: jax.Array,
-    start: jax.Array,
-    end: jax.Array,
-    *,
-    size: int,
-    scale: float,
-    use_qk_l2norm: bool,
-    interpret: bool,
-) -> None:
+def products_per_channel(refs: Refs, own: HeadChunk, *, options: Options, interpret: bool) -> None:
     """Handle one chunk and value head, with a decay per key channel.
 
     Such a decay cannot scale a product of keys afterwards: queries and keys are decayed first. The chunk is cut into
@@ -165,18 +137,10 @@ def products_per_channel(
     later tokens are decayed from the cut on and the earlier ones up to the cut. No exponent is then positive. The last
     blocks are decayed from their middles, forwards and backwards, where exponents are bounded.
 
-    Args:
-        refs: Reads `q`, `k`, `g`, `beta`, `spans` (see `decay_spans`). Writes `system`, `attention`, `q_before`,
-            `k_before`, `k_after`, `decay`.
-        head: The value head.
-        chunk: The chunk, which is not empty.
-        start: Index of the chunk's first token.
-        end: Index after the chunk's last token.
-        size: The chunk size.
-        scale: Factor of the queries.
-        use_qk_l2norm: Whether queries and keys are normalised.
-        interpret: Whether the kernel runs as plain JAX.
+    Reads `q`, `k`, `g`, `beta` and `spans` (see `decay_spans`). Writes `system`, `attention`, `q_before`, `k_before`,
+    `k_after` and `decay`.
     """
+    head, chunk, start, end, size = own
     _, key_heads, key_dim = refs.k.shape
     key_head = head // (refs.beta.shape[1] // key_heads)
     lane, row, column = iota((size,), 0), iota((size, size), 0), iota((size, size), 1)
@@ -244,7 +208,7 @@ def products_per_channel(
     # The squares have a loop of their own, because the other one has no registers to spare.
     vector, square = jnp.zeros((size,), jnp.float32), jnp.zeros((size, size), jnp.float32)
     qq, kk, qk = jax.lax.fori_loop(0, tiles, of_squares, [vector] * 3)
-    q_norm, k_norm = scale * _norm(qq, use_qk_l2norm), _norm(kk, use_qk_l2norm)
+    q_norm, k_norm = options.scale * _norm(qq, options), _norm(kk, options)
     keys, queries = jax.lax.fori_loop(0, tiles, of_tile, [square] * 2)
     queries = jnp.where(row == column, qk[:, None], queries)
     beta = pt.load(refs.beta.at[token, head], mask=live, other=0.0)

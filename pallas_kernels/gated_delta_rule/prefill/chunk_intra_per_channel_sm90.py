@@ -16,6 +16,7 @@ from pallas_kernels import hopper as hp
 from pallas_kernels._dot import as_terms
 from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.chunks import Chunks
+from pallas_kernels.gated_delta_rule._arguments import Options
 from pallas_kernels.gated_delta_rule.prefill.chunk_intra import MAX_EXPONENT, decay_spans
 from pallas_kernels.gated_delta_rule.prefill.solve_tril_sm90 import SIZE, solve_tril
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
@@ -30,7 +31,7 @@ _BEFORE, _AFTER = _LEVELS + 1, _LEVELS + 2  # the spans from the chunk's start t
 _TERMS = 2  # bfloat16 terms of a float32 log decay in sums
 
 
-def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
+def kernel(names, *arrays, options: Options):
     """Handle one chunk and two value heads.
 
     `arrays` are, by their `names`, the operands of `products_per_channel`'s launch: inputs, outputs, SMEM and barriers.
@@ -130,11 +131,11 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             return [x + jnp.sum(y, axis=1) for x, y in zip(sums, (k * k, q * q, q * k), strict=True)]
 
         kk, qq, qk = jax.lax.fori_loop(0, len(tiles), of_tile, [hp.zeros_per_row(SIZE, jnp.float32)] * 3)
-        if use_qk_l2norm:
+        if options.use_qk_l2norm:
             norms = dict(k=jax.lax.rsqrt(kk + L2_EPSILON), q=jax.lax.rsqrt(qq + L2_EPSILON))
         else:
             norms = dict.fromkeys("kq", hp.zeros_per_row(SIZE, jnp.float32) + 1.0)
-        norms["q"] = scale * norms["q"]
+        norms["q"] = options.scale * norms["q"]
         refs.norms[...] = norms["k"]
         log_decays = LOG2_E * jnp.concatenate([hp.load_tile(decay_tiles.at[n]) for n in tiles_of_decays], axis=1)
         refs.total[half] = jnp.exp2(jnp.sum(log_decays, axis=0))
@@ -231,8 +232,7 @@ def products_per_channel(
     beta: jax.Array,
     chunks: Chunks,
     *,
-    scale: float,
-    use_qk_l2norm: bool,
+    options: Options,
 ) -> dict[str, jax.Array]:
     """Launch the kernel. Return inputs of chunk_states.py: solve, attention, q_before, k_before, k_after and decay."""
     (_, _, key_dim), heads, num_chunks = k.shape, g.shape[1], chunks.seq_idx.shape[0]
@@ -264,7 +264,7 @@ def products_per_channel(
         span_full=hp.Barrier(num_arrivals=1),
     )
     results = hp.kernel(
-        functools.partial(kernel, [*given, *outputs, *scratch], scale=scale, use_qk_l2norm=use_qk_l2norm),
+        functools.partial(kernel, [*given, *outputs, *scratch], options=options),
         out_type=tuple(outputs.values()),
         grid=(num_chunks, -(-heads // 2)),
         grid_names=("chunk", "pair"),

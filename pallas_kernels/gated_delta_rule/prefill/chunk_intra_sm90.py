@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
+from pallas_kernels.gated_delta_rule._arguments import Options
 from pallas_kernels.gated_delta_rule.prefill.cumsum_sm90 import Factors, load_gates, scale_tokens, sum_log_decays
 from pallas_kernels.gated_delta_rule.prefill.gram_sm90 import decayed_gram, find_norms
 from pallas_kernels.gated_delta_rule.prefill.solve_tril_sm90 import SIZE, solve_tril
@@ -41,7 +42,7 @@ def _head_of(refs, key_head, pair, half):
     return key_head * repeats + jnp.minimum(index, repeats - 1), index < repeats
 
 
-def make_products(refs, own, chunk, key_head, bounds, gates, *, scale: float, use_qk_l2norm: bool):
+def make_products(refs, own, chunk, key_head, bounds, gates, options: Options):
     """Handle one chunk and key head, by one warpgroup.
 
     Args:
@@ -51,8 +52,7 @@ def make_products(refs, own, chunk, key_head, bounds, gates, *, scale: float, us
         key_head: The key head.
         bounds: The chunk's first token, and the token after its last one.
         gates: The result of `load_pair` for the first two value heads.
-        scale: The factor of queries.
-        use_qk_l2norm: Whether queries and keys are normalised.
+        options: The op's options.
     """
     (k_rows, q_rows), (k, q), system, solution = own.token_rows, own.token_tiles, own.system, own.solution
     terms = range(refs.solve.shape[0])
@@ -84,8 +84,8 @@ def make_products(refs, own, chunk, key_head, bounds, gates, *, scale: float, us
         return hp.multiply_all(_SHAPE, [[(x.at[n], y.at[n].T) for n in tiles]])[0]
 
     keys, queries = product(k, k), product(q, k)
-    with_themselves = (keys, product(q, q)) if use_qk_l2norm else (None, None)
-    for n, factor in enumerate((1.0, scale)):
+    with_themselves = (keys, product(q, q)) if options.use_qk_l2norm else (None, None)
+    for n, factor in enumerate((1.0, options.scale)):
         find_norms(with_themselves[n], own.norms.at[n], factor)
     hp.commit_smem()  # all threads have finished with the tokens, whose bytes the systems share
 

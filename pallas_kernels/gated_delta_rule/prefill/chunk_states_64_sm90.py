@@ -21,18 +21,6 @@ WARPGROUPS = 3  # warpgroups of a CTA
 _QUERY_STAGES = 2  # chunks whose queries are in SMEM
 
 
-def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, chunk_size: int) -> str | None:
-    """Return the reason why the kernel cannot run these arguments, or None if it can."""
-    key_dim, value_dim = k.shape[2], v.shape[2]
-    if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
-        return f"q, k and v must be bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}"
-    if chunk_size != TILE:
-        return f"chunk_size must be {TILE}, got {chunk_size}"
-    if key_dim not in (TILE, 2 * TILE) or value_dim % TILE:
-        return f"key_dim must be 64 or 128 and value_dim a multiple of 64, got {key_dim} and {value_dim}"
-    return None
-
-
 def chunk_states(
     refs,
     memory,

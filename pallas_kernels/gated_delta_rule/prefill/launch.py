@@ -10,25 +10,26 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import device
 from pallas_kernels._pallas_triton import Refs
-from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.dispatch import Run
+from pallas_kernels.gated_delta_rule._arguments import Options, Tokens
 from pallas_kernels.gated_delta_rule.config import PrefillConfig, default_prefill_config
 from pallas_kernels.gated_delta_rule.prefill.chunk_intra import decay_spans, last_block, products, products_per_channel
 from pallas_kernels.gated_delta_rule.prefill.chunk_states import states
+from pallas_kernels.gated_delta_rule.prefill.head_chunk import HeadChunk
 from pallas_kernels.gated_delta_rule.prefill.solve_tril import inverse
 from pallas_kernels.rows import Rows
 
 CHUNK_SIZES = (16, 32, 64)
 
 
-def _of_chunk(kernel: Callable[..., None], **options) -> Callable[[Refs], None]:
+def _of_chunk(kernel: Callable[..., None], size: int, **options) -> Callable[[Refs], None]:
     """Make a kernel of `kernel`, with one program per head and chunk. The programs of empty chunks do nothing."""
 
     def body(refs):
         head, chunk = pt.program_id(0), pt.program_id(1)
         start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
-        pt.when(end > start)(lambda: kernel(refs, head, chunk, start, end, **options))
+        pt.when(end > start)(lambda: kernel(refs, HeadChunk(head, chunk, start, end, size), **options))
 
     return body
 
@@ -50,18 +51,10 @@ def _in_terms(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 def multiply(
-    q: jax.Array,
-    k: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    chunks: Chunks,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    config: PrefillConfig,
-    interpret: bool = False,
+    tokens: Tokens, chunks: Chunks, *, options: Options, config: PrefillConfig, interpret: bool = False
 ) -> dict[str, jax.Array]:
     """Launch the first kernel. Return its outputs by name, see chunk_intra.py."""
+    q, k, _, g, beta = tokens
     size, num_chunks = chunks.chunk_size, chunks.seq_idx.shape[0]
     (key_heads, key_dim), value_heads, per_channel = k.shape[1:], g.shape[1], g.ndim == 3
     array, of_chunk = jax.ShapeDtypeStruct, (value_heads, num_chunks, size)
@@ -74,13 +67,7 @@ def multiply(
         outputs |= dict(scales=array((3, *of_chunk), jnp.float32))
         outputs |= dict(decay=array((value_heads, num_chunks), jnp.float32))
     return pt.call(
-        _of_chunk(
-            products_per_channel if per_channel else products,
-            size=size,
-            scale=scale,
-            use_qk_l2norm=use_qk_l2norm,
-            interpret=interpret,
-        ),
+        _of_chunk(products_per_channel if per_channel else products, size, options=options, interpret=interpret),
         name="gated_delta_rule_prefill_products",
         grid=(value_heads if per_channel else key_heads, num_chunks),
         inputs=dict(q=q, k=k, g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
@@ -98,7 +85,7 @@ def invert(
     """Launch the second kernel. Return `solve`, the solved systems times beta, for inputs of `dtype`."""
     outputs = dict(solve=_in_terms(dtype, terms, *system.shape))
     return pt.call(
-        _of_chunk(inverse, size=chunks.chunk_size, interpret=interpret),
+        _of_chunk(inverse, chunks.chunk_size, interpret=interpret),
         name="gated_delta_rule_prefill_inverse",
         grid=system.shape[:2],
         inputs=dict(beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens, system=system),
@@ -110,30 +97,19 @@ def invert(
 
 
 def gated_delta_rule_prefill(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    pool: jax.Array,
-    rows: Rows,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    layout: StateLayout,
-    run: Run,
+    tokens: Tokens, pool: jax.Array, rows: Rows, *, options: Options, run: Run
 ) -> tuple[jax.Array, jax.Array]:
     """Run the op that `gated_delta_rule_prefill` in api.py describes, by the Triton kernels."""
+    q, k, v, g, beta = tokens
     chunks, interpret = rows.chunks, run.interpret
     size, key_dim, (value_heads, value_dim) = chunks.chunk_size, k.shape[2], v.shape[1:]
     values = value_heads * value_dim * rows.num_rows
     config = run.config or default_prefill_config(values, key_dim, k.dtype.itemsize, g.ndim == 3)
-    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, config=config, interpret=interpret)
-    multiplied = multiply(q, k, g, beta, chunks, **options)
+    multiplied = multiply(tokens, chunks, options=options, config=config, interpret=interpret)
     launch = dict(dtype=k.dtype, terms=config.pieces, interpret=interpret)
     multiplied["solve"] = invert(multiplied.pop("system"), beta, chunks, **launch)
     results = pt.call(
-        functools.partial(states, size=size, config=config, layout=layout, interpret=interpret),
+        functools.partial(states, size=size, config=config, layout=options.layout, interpret=interpret),
         name="gated_delta_rule_prefill_states",
         grid=(-(-value_dim // config.tile_value), value_heads, rows.num_rows),
         inputs=dict(

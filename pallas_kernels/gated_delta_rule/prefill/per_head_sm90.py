@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
-from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
+from pallas_kernels.gated_delta_rule._arguments import Options
 from pallas_kernels.gated_delta_rule.prefill import chunk_intra_sm90, chunk_states_128_sm90
 from pallas_kernels.gated_delta_rule.prefill.chunk_states_64_sm90 import WARPGROUPS
 from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import (
@@ -80,9 +80,7 @@ def prefill(
     chunks: Chunks,
     pool: jax.Array,
     *,
-    scale: float,
-    use_qk_l2norm: bool,
-    layout: StateLayout,
+    options: Options,
     terms: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel. See `gated_delta_rule_prefill` in sm90.py, whose other inputs are in `inputs`."""
@@ -153,8 +151,7 @@ def prefill(
             item = first + n * step
             chunk, key_head = chunk_and_head(item)
             following = bounds_of(item + step)
-            options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
-            chunk_intra_sm90.make_products(refs, own, chunk, key_head, bounds, gates, **options)
+            chunk_intra_sm90.make_products(refs, own, chunk, key_head, bounds, gates, options)
             gates = gates_of(item + step, following)  # they arrive while this one waits
             hp.wait_smem_to_gmem(0)
             hp.semaphore_signal(counters.at[item])
@@ -174,8 +171,8 @@ def prefill(
                     hp.barrier_arrive(made)
                     hp.barrier_wait(made)
 
-            taken, options = counters.at[items], dict(layout=layout, wait_for_products=wait, begin=begin)
-            chunk_states(own.carrying, named, memory, own.work, index, taken, **options)
+            others = dict(layout=options.layout, wait_for_products=wait, begin=begin)
+            chunk_states(own.carrying, named, memory, own.work, index, counters.at[items], **others)
 
         for own, memory, barriers in zip(plans, of_variants, carrying_barriers, strict=True):
             is_own = is_selected(own.carrying, chosen, is_first)

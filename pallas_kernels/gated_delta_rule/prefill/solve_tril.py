@@ -10,25 +10,16 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import Operand, as_terms, dot
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels._tiles import BLOCK, iota, store_terms
+from pallas_kernels.gated_delta_rule.prefill.head_chunk import HeadChunk
 
 
-def inverse(
-    refs: Refs, head: jax.Array, chunk: jax.Array, start: jax.Array, end: jax.Array, *, size: int, interpret: bool
-) -> None:
+def inverse(refs: Refs, own: HeadChunk, *, interpret: bool) -> None:
     """Handle one chunk and value head, by forward substitution, whose error is only rounding, whatever L holds.
 
     The blocks of 16 on the diagonal are inverted row by row, all of them at once. The blocks below the diagonal then
-    follow by products of blocks.
-
-    Args:
-        refs: Reads `system` and `beta`. Writes `solve`.
-        head: The value head.
-        chunk: The chunk, which is not empty.
-        start: Index of the chunk's first token.
-        end: Index after the chunk's last token.
-        size: The chunk size.
-        interpret: Whether the kernel runs as plain JAX.
+    follow by products of blocks. Reads `system` and `beta`. Writes `solve`.
     """
+    head, chunk, start, end, size = own
     blocks = range(size // BLOCK)
     lane, row, column = iota((BLOCK,), 0), iota((BLOCK, BLOCK), 0), iota((BLOCK, BLOCK), 1)
     product = functools.partial(dot, interpret=interpret)

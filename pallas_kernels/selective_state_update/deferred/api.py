@@ -1,18 +1,15 @@
 """The public function of deferred states of Mamba-2: its contract, checks and dispatch."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels._check import check_ring, checked, require
-from pallas_kernels._mosaic_available import unavailable
-from pallas_kernels.dispatch import Run, dispatch
+from pallas_kernels._run_op import run_op
+from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred import pallas_triton, xla
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig
-from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
+from pallas_kernels.selective_state_update.deferred.entries import Inputs, Mamba2Entries
 
 Pool = Float[Array, "layers blocks heads head_dim state_dim"]
 
@@ -114,28 +111,13 @@ def selective_state_deferred(
     tokens = xBC.shape[0]
     if tokens == 0:  # Rows without tokens may fold, but no array of a kernel may be empty.
         xBC, dt = (jnp.zeros((1, x.shape[1]), x.dtype) for x in (xBC, dt))
-    out, pool, ring = _deferred((xBC, dt, A, pool, ring, rows, D, dt_bias), dt_softplus, run)
-    return out[:tokens], pool, ring
-
-
-@functools.partial(jax.jit, static_argnames=("dt_softplus", "run"))
-def _deferred(operands, dt_softplus, run):
-    return dispatch(
-        "selective_state_deferred",
-        run.implementation,
-        operands,
-        xla=functools.partial(xla.selective_state_deferred, dt_softplus=dt_softplus),
-        triton=functools.partial(pallas_triton.selective_state_deferred, dt_softplus=dt_softplus, run=run),
-        mosaic_gpu=_mosaic_gpu(operands, dt_softplus, run),
+    out, pool, ring = run_op(
+        name,
+        (Inputs(xBC, dt, A, D, dt_bias), pool, ring, rows),
+        run,
+        xla=xla.selective_state_deferred,
+        triton=pallas_triton.selective_state_deferred,
+        sm90="pallas_kernels.selective_state_update.deferred.sm90",
+        dt_softplus=dt_softplus,
     )
-
-
-def _mosaic_gpu(operands, dt_softplus, run):
-    """Return the Mosaic GPU kernel, or the reason why it cannot run. It is imported only where it may run."""
-    if reason := unavailable(run):
-        return reason
-    from pallas_kernels.selective_state_update.deferred import sm90
-
-    xBC, _, _, pool, ring, *_ = operands
-    reason = sm90.unsupported(xBC, pool, ring)
-    return reason or functools.partial(sm90.selective_state_deferred, dt_softplus=dt_softplus)
+    return out[:tokens], pool, ring

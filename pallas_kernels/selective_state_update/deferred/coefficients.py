@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, operand
-from pallas_kernels._math import softplus
 from pallas_kernels._pallas_triton import Refs
+from pallas_kernels._state_space import step_size
 from pallas_kernels._tiles import BLOCK, iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.rows import Rows
-from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
+from pallas_kernels.selective_state_update.deferred.entries import Inputs, Mamba2Entries
 
 _HEADS = 16  # heads of a program, which share their B and C
 _WARPS = 4
@@ -117,9 +117,7 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
 
         of_call = exists[:, None] & new[None, :]
         dt = pt.load(refs.dt.at[own[None, :], head[:, None]], mask=of_call, other=0.0).astype(jnp.float32)
-        if refs.dt_bias is not None:
-            dt = dt + per_head(refs.dt_bias)
-        dt = softplus(dt) if dt_softplus else dt
+        dt = step_size(dt, None if refs.dt_bias is None else per_head(refs.dt_bias), dt_softplus)
         known = []
         for ring, value in ((refs.ring_dt, dt), (refs.ring_g, per_head(refs.A) * dt)):
             ring_at = ring.at[layer, slot, head[:, None], at[None, :]]
@@ -170,17 +168,7 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
 
 
 def coefficients(
-    xBC: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    ring: Mamba2Entries,
-    rows: Rows,
-    D: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    vectors: int,
-    dt_softplus: bool,
-    interpret: bool = False,
+    inputs: Inputs, ring: Mamba2Entries, rows: Rows, *, vectors: int, dt_softplus: bool, interpret: bool = False
 ) -> dict[str, jax.Array]:
     """Compute the coefficients of inputs and states. The arguments are as in `selective_state_deferred`.
 
@@ -194,22 +182,21 @@ def coefficients(
         `fold_B`, the B of the first group [rows, groups, group_slots, state_dim], 0 for slots without an entry;
         and the updated `ring_x`, `ring_B`, `ring_dt` and `ring_g`, with all entries of the call's tokens.
     """
-    (groups, ring_slots, state_dim), num_rows, heads = ring.B.shape[2:], rows.num_rows, A.shape[0]
+    (groups, ring_slots, state_dim), num_rows, heads = ring.B.shape[2:], rows.num_rows, inputs.A.shape[0]
     group_slots = sizes(vectors, ring_slots // 2)[1]
-    array, f32 = jax.ShapeDtypeStruct, jnp.float32
-    inputs = dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias, fold_block=rows.fold.block, layer=rows.layer)
-    inputs |= dict(query_start_loc=rows.query_start_loc, slot=rows.fold.slot, base=rows.fold.base)
-    inputs |= dict(position=rows.num_computed_tokens)
+    array, f32, dtype = jax.ShapeDtypeStruct, jnp.float32, inputs.xBC.dtype
+    of_rows = dict(fold_block=rows.fold.block, layer=rows.layer, query_start_loc=rows.query_start_loc)
+    of_rows |= dict(slot=rows.fold.slot, base=rows.fold.base, position=rows.num_computed_tokens)
     return pt.call(
         functools.partial(_kernel, vectors=vectors, dt_softplus=dt_softplus, interpret=interpret),
         name="selective_state_deferred_coefficients",
         grid=(groups * -(-(heads // groups) // _HEADS), num_rows),
-        inputs=inputs,
+        inputs=inputs._asdict() | of_rows,
         outputs=dict(
             attention=array((num_rows, heads, vectors, group_slots), f32),
             factors=array((num_rows, heads, Factors.of(vectors, group_slots).size), f32),
-            C=array((num_rows, groups, vectors, state_dim), xBC.dtype),
-            fold_B=array((num_rows, groups, group_slots, state_dim), xBC.dtype),
+            C=array((num_rows, groups, vectors, state_dim), dtype),
+            fold_B=array((num_rows, groups, group_slots, state_dim), dtype),
         ),
         updates=ring.by_name,
         num_warps=_WARPS,

@@ -1,6 +1,7 @@
-"""The rings in which deferred states of Mamba-2 keep an entry for each token."""
+"""The rings in which deferred states of Mamba-2 keep an entry for each token, and the inputs of their kernels."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Float32
@@ -26,3 +27,13 @@ class Mamba2Entries(RingEntries):
     B: Float[Array, "layers slots groups ring_slots state_dim"]
     dt: Float32[Array, "layers slots heads ring_slots"]
     g: Float32[Array, "layers slots heads ring_slots"]
+
+
+class Inputs(NamedTuple):
+    """Tokens and parameters. `selective_state_deferred` describes them."""
+
+    xBC: jax.Array
+    dt: jax.Array
+    A: jax.Array
+    D: jax.Array | None
+    dt_bias: jax.Array | None

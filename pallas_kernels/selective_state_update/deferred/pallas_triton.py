@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, operand
-from pallas_kernels._math import softplus
 from pallas_kernels._pallas_triton import Refs
+from pallas_kernels._state_space import step_size
 from pallas_kernels._tiles import BLOCK, iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig, default_config
-from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
+from pallas_kernels.selective_state_update.deferred.entries import Inputs, Mamba2Entries
 
 
 class _Group(NamedTuple):
@@ -105,8 +105,7 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
         x = tile(refs.ring_x, head, of_x, channel, channel_inside)
         B = tile(refs.ring_B, group, of_B, column, column_inside)
         dt = pt.load(refs.dt.at[token, head], mask=new, other=0.0).astype(jnp.float32)
-        dt = dt if dt_bias is None else dt + dt_bias
-        dt = softplus(dt) if dt_softplus else dt
+        dt = step_size(dt, dt_bias, dt_softplus)
         # A slot that is neither old nor new gets 0.
         of_head = (pt.load(ring.at[layer, slot, head, at], mask=old, other=0.0) for ring in (refs.ring_dt, refs.ring_g))
         dt, g = (jnp.where(new, call, kept) for call, kept in zip((dt, rate * dt), of_head, strict=True))
@@ -190,31 +189,20 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
 
 
 def selective_state_deferred(
-    xBC: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    pool: jax.Array,
-    ring: Mamba2Entries,
-    rows: Rows,
-    D: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
-    run: Run,
+    inputs: Inputs, pool: jax.Array, ring: Mamba2Entries, rows: Rows, *, dt_softplus: bool, run: Run
 ) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
     """Launch the kernel. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
     config = run.config or default_config(state_dim, pool.dtype.itemsize)
-    inputs = dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias, layer=rows.layer, query_start_loc=rows.query_start_loc)
-    inputs |= dict(slot=rows.fold.slot, base=rows.fold.base, position=rows.num_computed_tokens)
-    inputs |= dict(read_block=rows.read, fold_block=rows.fold.block)
+    of_rows = dict(layer=rows.layer, query_start_loc=rows.query_start_loc, slot=rows.fold.slot, base=rows.fold.base)
+    of_rows |= dict(position=rows.num_computed_tokens, read_block=rows.read, fold_block=rows.fold.block)
     options = dict(max_query_tokens=rows.max_query_tokens, dt_softplus=dt_softplus, interpret=run.interpret)
     results = pt.call(
         functools.partial(_kernel, config=config, **options),
         name="selective_state_deferred",
         grid=(-(-head_dim // config.block_dim), heads, rows.num_rows),
-        inputs=inputs,
-        outputs={"out": jax.ShapeDtypeStruct((xBC.shape[0], heads, head_dim), xBC.dtype)},
+        inputs=inputs._asdict() | of_rows,
+        outputs={"out": jax.ShapeDtypeStruct((inputs.xBC.shape[0], heads, head_dim), inputs.xBC.dtype)},
         updates=dict(pool=pool) | ring.by_name,
         num_warps=config.num_warps,
         interpret=run.interpret,

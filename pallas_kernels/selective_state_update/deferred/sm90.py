@@ -16,18 +16,18 @@ from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred.coefficients import Factors, coefficients, sizes
-from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
+from pallas_kernels.selective_state_update.deferred.entries import Inputs, Mamba2Entries
 
 _CHANNELS = 64  # channels of a CTA: the rows of a product on tensor cores
 _LENGTHS = (16, 32)  # lengths of groups: the widths of tiles of entries
 
 
-def unsupported(xBC: jax.Array, pool: jax.Array, ring: Mamba2Entries) -> str | None:
+def unsupported(inputs: Inputs, pool: jax.Array, ring: Mamba2Entries, rows: Rows, *, dt_softplus: bool) -> str | None:
     """Return the reason why the kernel cannot run these arguments, or None if it can."""
     head_dim, state_dim = pool.shape[3:]
     length = ring.x.shape[3] // 2
-    if xBC.dtype != jnp.bfloat16:
-        return f"xBC must be bfloat16, got {xBC.dtype}"
+    if inputs.xBC.dtype != jnp.bfloat16:
+        return f"xBC must be bfloat16, got {inputs.xBC.dtype}"
     if head_dim % _CHANNELS or state_dim % 64 or state_dim > 256:
         return f"head_dim and state_dim must be multiples of 64, state_dim at most 256, got {head_dim} and {state_dim}"
     return None if length in _LENGTHS else f"groups must have {_LENGTHS} tokens, got {length}"
@@ -211,22 +211,13 @@ def _kernel(
 
 
 def selective_state_deferred(
-    xBC: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    pool: jax.Array,
-    ring: Mamba2Entries,
-    rows: Rows,
-    D: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
+    inputs: Inputs, pool: jax.Array, ring: Mamba2Entries, rows: Rows, *, dt_softplus: bool
 ) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
     """Launch both kernels. See api.py."""
-    heads, head_dim, state_dim = pool.shape[2:]
+    xBC, (heads, head_dim, state_dim) = inputs.xBC, pool.shape[2:]
     fold, max_query_tokens = rows.fold, rows.max_query_tokens
     vectors, group_slots = sizes(max_query_tokens, ring.x.shape[3] // 2)
-    given = coefficients(xBC, dt, A, ring, rows, D, dt_bias, vectors=vectors, dt_softplus=dt_softplus)
+    given = coefficients(inputs, ring, rows, vectors=vectors, dt_softplus=dt_softplus)
     updated = jax.new_ref(pool)
     out = hp.kernel(
         functools.partial(_kernel, max_query_tokens=max_query_tokens, count=3 if pool.dtype == jnp.float32 else 2),

@@ -4,24 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._deferred_rows import run_rows
-from pallas_kernels._math import softplus
+from pallas_kernels._state_space import step_size
 from pallas_kernels.rows import Rows
-from pallas_kernels.selective_state_update.deferred.entries import Mamba2Entries
+from pallas_kernels.selective_state_update.deferred.entries import Inputs, Mamba2Entries
 
 
 def selective_state_deferred(
-    xBC: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    pool: jax.Array,
-    ring: Mamba2Entries,
-    rows: Rows,
-    D: jax.Array | None,
-    dt_bias: jax.Array | None,
-    *,
-    dt_softplus: bool,
+    inputs: Inputs, pool: jax.Array, ring: Mamba2Entries, rows: Rows, *, dt_softplus: bool
 ) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
     """Advance packed rows. See api.py."""
+    xBC, dt, A, D, dt_bias = inputs
     heads, head_dim, state_dim = pool.shape[2:]
     groups, ring_slots = ring.B.shape[2:4]
     length = ring_slots // 2
@@ -59,9 +51,7 @@ def selective_state_deferred(
         here, at = position - first, position % ring_slots
         x, B, C = jnp.split(xBC[token], [inner, inner + of_groups])
         x, B, C = x.reshape(heads, head_dim), B.reshape(groups, state_dim), C.reshape(groups, state_dim)
-        step = dt[token].astype(jnp.float32)
-        step = step if dt_bias is None else step + dt_bias.astype(jnp.float32)
-        step = softplus(step) if dt_softplus else step
+        step = step_size(dt[token].astype(jnp.float32), dt_bias, dt_softplus)
         entry = x, B, step, A * step
         rings = tuple(ring.at[rows.layer, slot, :, at].set(v) for ring, v in zip(rings, entry, strict=True))
         xs, Bs, steps, g = entries(rings, slot, first, base, position + 1)
