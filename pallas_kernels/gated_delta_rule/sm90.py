@@ -81,6 +81,5 @@ def gated_delta_rule_update(
         inputs._asdict(),
         jax.ShapeDtypeStruct((qkv.shape[0], *pool.shape[2:4]), qkv.dtype),
         pool,
-        rows.layer,
-        (rows.query_start_loc, rows.read, rows.write),
+        rows,
     )

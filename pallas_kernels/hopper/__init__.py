@@ -46,6 +46,7 @@ from pallas_kernels.hopper.barriers import (
 from pallas_kernels.hopper.control import (
     branch, elements, for_range, inline, predicated, strided, thread_index, thread_index_again, thread_of_cta,
 )
+from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.lowering import (
     axis_index, commit_smem, copy_gmem_to_smem, copy_smem_to_gmem, ds, fast_math, keep_if, kernel, loop,
     multiple_of, optimization_barrier, RefUnion, set_max_registers, SMEM, SWIZZLE, tiled, tiling, token_tiles,

@@ -16,12 +16,11 @@ TILE = 64  # the tokens of a chunk
 SHAPE = TILE, TILE
 
 
-def prefill_inputs(rows: Rows) -> dict[str, jax.Array]:
+def prefill_inputs(rows: Rows) -> dict[str, jax.Array | None]:
     """Return the inputs of a kernel of `PrefillRow`s and their blocks, by name."""
     inputs = dict(layer=jnp.reshape(rows.layer, 1), query_start_loc=rows.query_start_loc)
     inputs |= dict(first_chunk=rows.chunks.first_chunk_indices, cu_chunk_seqlens=rows.chunks.cu_chunk_seqlens)
-    inputs |= dict(read_block=rows.read, write_block=rows.write[:, 0])
-    return inputs | {name: array for name, array in rows.checkpoint_inputs.items() if array is not None}
+    return inputs | dict(read_block=rows.read, write_block=rows.write[:, 0]) | rows.checkpoint_inputs
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class PrefillRow:
             advance: Runs the chunks from the first argument up to the second one, and returns the new state.
             store: Stores the state in a block.
         """
-        checkpoints = refs.checkpoint_block.shape[1] if hasattr(refs, "checkpoint_block") else 0
+        checkpoints = 0 if refs.checkpoint_block is None else refs.checkpoint_block.shape[1]
 
         def segment(n, carry):
             """Run the chunks up to checkpoint n, and store the state there. After the last one, run the rest."""

@@ -9,6 +9,7 @@ The order of a sum depends on the pool's dtype and the number of columns only. S
 row and after a verify row, however many state rows a warp has.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels._warpgroup import LANES
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.rows import Rows
 
 _WARPS = 4
 _LOAD_BYTES = 16  # bytes that a lane loads at once
@@ -337,8 +339,7 @@ def advance_states(
     inputs: dict[str, jax.Array],
     out: jax.ShapeDtypeStruct,
     pool: jax.Array,
-    layer: int | jax.Array,
-    rows: tuple[jax.Array, jax.Array, jax.Array],
+    rows: Rows,
 ) -> tuple[jax.Array, jax.Array]:
     """Launch a kernel. Return its outputs and the updated pool.
 
@@ -348,24 +349,18 @@ def advance_states(
         inputs: The inputs by name.
         out: The outputs, [tokens, heads, state rows].
         pool: The states, [layers, blocks, heads, state rows, columns].
-        layer: The layer.
-        rows: query_start_loc, read_block and write_blocks.
+        rows: The rows.
     """
-    write_blocks = rows[2]
     _, _, *head = pool.shape
-    batch_rows, window = write_blocks.shape
+    batch_rows, window = rows.write.shape
     state_rows = state_rows_of_warp(batch_rows, window, head, pool.dtype.itemsize)
     updated = jax.new_ref(pool)
 
-    def body(layer: Any, query_start_loc: Any, read_block: Any, write_blocks: Any, pool: Any, *refs: Any) -> None:
-        options = dict(names=list(inputs), state_rows=state_rows, recurrence=recurrence)
-        kernel(layer, query_start_loc, read_block, write_blocks, pool, *refs, **options)
-
     results = hp.kernel(
-        body,
+        functools.partial(kernel, names=list(inputs), state_rows=state_rows, recurrence=recurrence),
         out_type=out,
         grid=(batch_rows, head[0], head[1] // (_WARPS * state_rows)),
         grid_names=("row", "head", "tile"),
         kernel_name=name,
-    )(jnp.reshape(layer, 1), *rows, updated, *inputs.values())
+    )(jnp.reshape(rows.layer, 1), rows.query_start_loc, rows.read, rows.write, updated, *inputs.values())
     return results, jax.freeze(updated)

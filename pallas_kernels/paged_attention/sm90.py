@@ -7,7 +7,6 @@ the Triton kernels, and the same second launch merges the shards.
 
 import functools
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -61,19 +60,12 @@ def _block(dim: int) -> int:
     return 128 if dim <= 128 else 64
 
 
-def _kernel(names, *arrays, heads_of_tile: int, ctas: int, scale: float):
-    """Attend one tile of tokens of one or two heads to some shards of their keys.
+def _kernel(refs, *, heads_of_tile: int, ctas: int, scale: float):
+    """Attend one tile of tokens of one or two heads, which share one head of keys, to some shards of their keys.
 
-    "full" barriers complete when a stage of SMEM has been filled, "free" barriers when it may be filled again.
-
-    Args:
-        names: The names of `arrays`.
-        arrays: The arrays with which `paged_attention` launches the kernel: inputs, outputs, SMEM and barriers.
-        heads_of_tile: The number of heads, which share one head of keys.
-        ctas: The number of CTAs that divide the shards of a tile among them.
-        scale: The factor of the scores.
+    `ctas` CTAs divide the shards of a tile among them. "full" barriers complete when a stage of SMEM has been filled, "free"
+    barriers when it may be filled again.
     """
-    refs = SimpleNamespace(**(dict(gates=None) | dict(zip(names, arrays, strict=True))))
     query_rows, query_tiles = refs.queries
     cta = hp.axis_index("cta")
     # The last tiles of a prompt see the most keys. They go first.
@@ -283,9 +275,7 @@ def paged_attention(
     cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, tokens_of_tile, None, slots)
     num_tiles = cut.table.shape[0]
     ctas = default_programs(PROMPT_SHARDS.count, num_tiles * heads // heads_of_tile, is_prompt=True)
-    given = dict(q=q, keys=keys, values=values, layer=jnp.reshape(rows.layer, 1), page_table=page_table) | cut._asdict()
-    if gates is not None:
-        given |= dict(gates=gates)
+    given = dict(q=q, keys=keys, values=values, layer=jnp.reshape(rows.layer, 1), page_table=page_table)
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     entries = num_tiles * tokens_of_tile
     outputs = dict(
@@ -313,20 +303,17 @@ def paged_attention(
         pingpong=hp.Barrier(num_arrivals=2),
         done=hp.Barrier(num_arrivals=3),
     )
-    body = functools.partial(_kernel, [*given, *outputs, *scratch])
-    attended = hp.kernel(
-        functools.partial(body, heads_of_tile=heads_of_tile, ctas=ctas, scale=scale),
-        out_type=list(outputs.values()),
+    attended = hp.launch(
+        functools.partial(_kernel, heads_of_tile=heads_of_tile, ctas=ctas, scale=scale),
+        name="paged_attention",
         # The heads of one tile are neighbours, because the keys of all heads are.
-        grid=(num_tiles, ctas, heads // heads_of_tile),
-        grid_names=("tile", "cta", "heads"),
-        num_threads=3,
-        thread_name=hp.WARPGROUP,
-        scratch_types=list(scratch.values()),
-        compiler_params=hp.fast_math(),
-        kernel_name="paged_attention",
-    )(*given.values())
-    attended = dict(zip(outputs, attended, strict=True))
+        grid=dict(tile=num_tiles, cta=ctas, heads=heads // heads_of_tile),
+        inputs=given | cut._asdict() | dict(gates=gates),
+        outputs=outputs,
+        scratch=scratch,
+        warpgroups=3,
+        is_fast=True,
+    )
     of_token = token_rows(rows.query_start_loc, num_tokens)
     entry = padded_indices(of_token, rows.query_start_loc, tokens_of_tile, None)
     cut = dict(split=PROMPT_SHARDS.split, shards=PROMPT_SHARDS.count, entry=entry)

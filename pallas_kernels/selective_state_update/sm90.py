@@ -70,6 +70,5 @@ def selective_state_update(
         {name: array for name, array in inputs._asdict().items() if array is not None},
         jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype),
         pool,
-        rows.layer,
-        (rows.query_start_loc, rows.read, rows.write),
+        rows,
     )

@@ -4,9 +4,6 @@ Its three warpgroups work on different chunks at the same time: one copies the t
 the state after each chunk, and one computes the outputs. A launch before this one computes the decays (decays.py).
 """
 
-import functools
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 
@@ -40,13 +37,11 @@ def unsupported(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus:
     return None
 
 
-def _kernel(names, *arrays):
+def _kernel(refs):
     """Run one row, head and tile of channels.
 
-    `arrays` are, by their `names`, the operands of `ssd`'s launch: the inputs, the pool, the outputs, SMEM and barriers.
     "full" barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
     """
-    refs = SimpleNamespace(**(dict(z=None, skip=None) | dict(zip(names, arrays, strict=True))))
     head, row, channel_tile = (hp.axis_index(axis) for axis in ("head", "row", "channel_tile"))
     heads, state_dim = refs.x.shape[1], refs.pool.shape[4]
     (token_rows, token_tiles), (out_rows, out_tile) = refs.tokens, refs.outputs
@@ -229,16 +224,14 @@ def ssd(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool) -
     )
     if skip is not None:
         scratch |= dict(skip_tile=hp.SMEM((TILE,), jnp.float32), skip_full=hp.Barrier())
-    updated = jax.new_ref(pool)
-    arrays = {name: array for name, array in given.items() if array is not None}
-    out = hp.kernel(
-        functools.partial(_kernel, [*arrays, "pool", "out", *scratch]),
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(rows.num_rows, head_dim // TILE, heads),
-        grid_names=("row", "channel_tile", "head"),
-        num_threads=3,
-        thread_name=hp.WARPGROUP,
-        scratch_types=list(scratch.values()),
-        kernel_name="ssd",
-    )(*arrays.values(), updated)
-    return out, jax.freeze(updated)
+    results = hp.launch(
+        _kernel,
+        name="ssd",
+        grid=dict(row=rows.num_rows, channel_tile=head_dim // TILE, head=heads),
+        inputs=given,
+        outputs=dict(out=jax.ShapeDtypeStruct(x.shape, x.dtype)),
+        updates=dict(pool=pool),
+        scratch=scratch,
+        warpgroups=3,
+    )
+    return results["out"], results["pool"]

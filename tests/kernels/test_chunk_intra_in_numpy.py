@@ -142,8 +142,7 @@ def test_products_per_channel_are_those_of_the_triton_kernels(rng, monkeypatch, 
     given |= dict(spans=decay_spans(SIZE, per_channel.BLOCK))
 
     def one(refs, chunk, pair):
-        arrays = refs | scratch
-        per_channel.kernel([*arrays], *arrays.values(), options=call.options)
+        per_channel.kernel(SimpleNamespace(**refs, **scratch), options=call.options)
 
     found = run(monkeypatch, per_channel, call, (heads + 1) // 2, given, outputs, one)
     found["solve"] = found["solve"].swapaxes(-1, -2)

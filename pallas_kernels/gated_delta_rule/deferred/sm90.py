@@ -17,6 +17,7 @@ from pallas_kernels.gated_delta_rule._arguments import Options, Projections
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
 from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results, store_gram
+from pallas_kernels.hopper.deferred_rows import deferred_inputs
 from pallas_kernels.rows import Rows
 
 _VALUES = 64  # value dims of a CTA: the rows of a product on tensor cores
@@ -37,56 +38,24 @@ def unsupported(
     return None if length in _LENGTHS else f"groups must have {_LENGTHS} tokens, got {length}"
 
 
-def _kernel(
-    layer_of,
-    query_start_loc,
-    slots,
-    bases,
-    positions,
-    read_blocks,
-    fold_blocks,
-    qkv,
-    a,
-    b,
-    A_log,
-    dt_bias,
-    pool,
-    ring_k,
-    ring_u,
-    ring_g,
-    out,
-    state_tiles,
-    x_tile,
-    u_tiles,
-    fold_tile,
-    v_tile,
-    coefficient_tile,
-    factor_tile,
-    loaded,
-    state_loaded,
-    *,
-    max_query_tokens: int,
-    count: int,
-    options: Options,
-):
+def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
     """Handle one row, one value head, and 64 of its value dims.
 
-    The arguments up to `out` are the arrays of `gated_delta_rule_deferred`. The arguments named "tile" are SMEM: the state
-    [values, keys], the vectors [vectors, keys], the corrections of both groups [groups, group_slots, values], the keys of
-    the fold [group_slots, keys], the tokens' values [tokens, values], the coefficients [groups, vectors, group_slots], and
-    the factors. Barriers complete when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values
-    are multiplied in `count` bfloat16 terms.
+    A row has at most `max_query_tokens` tokens, and float32 values are multiplied in `count` bfloat16 terms.
     """
+    pool, ring_u, qkv, out = refs.pool, refs.ring_u, refs.qkv, refs.out
+    state_tiles, x_tile, u_tiles, fold_tile = refs.state_tiles, refs.x_tile, refs.u_tiles, refs.fold_tile
+    v_tile, factor_tile = refs.v_tile, refs.factor_tile
     row, head, value_tile = (hp.axis_index(axis) for axis in ("row", "head", "value_tile"))
-    rows, (value_dim, key_dim), length = slots.shape[0], pool.shape[3:], ring_u.shape[3] // 2
-    value_heads, key_heads = pool.shape[2], ring_k.shape[2]
+    rows, (value_dim, key_dim), length = refs.slot.shape[0], pool.shape[3:], ring_u.shape[3] // 2
+    value_heads, key_heads = pool.shape[2], refs.ring_k.shape[2]
     vectors, group_slots = x_tile.shape[0], fold_tile.shape[0]
     at = Factors.of(vectors, group_slots)
     tile = hp.SWIZZLE // pool.dtype.itemsize  # keys in a step of a product
     tiles = [hp.ds(first, tile) for first in range(0, key_dim, tile)]
-    start, end, total = query_start_loc[row], query_start_loc[row + 1], query_start_loc[rows]
-    layer, slot, base, position = layer_of[0], slots[row], bases[row], positions[row]
-    read, fold_to = read_blocks[row], fold_blocks[row]
+    start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
+    layer, slot, base, position = refs.layer[0], refs.slot[row], refs.base[row], refs.position[row]
+    read, fold_to = refs.read_block[row], refs.fold_block[row]
     # All indices are loaded at once. The compiler would load some of them only when it knows others.
     start, end, total, layer, slot, base, position, read, fold_to = hp.optimization_barrier(
         (start, end, total, layer, slot, base, position, read, fold_to)
@@ -108,7 +77,7 @@ def _kernel(
         @hp.when(read != NULL_BLOCK)
         def _():
             for n, keys in enumerate(tiles):
-                hp.copy_gmem_to_smem(pool.at[layer, read, head, dims, keys], state_tiles.at[n], state_loaded.at[n])
+                hp.copy_gmem_to_smem(pool.at[layer, read, head, dims, keys], state_tiles.at[n], refs.state_loaded.at[n])
 
         @hp.when(read == NULL_BLOCK)
         def _():
@@ -116,11 +85,11 @@ def _kernel(
                 state_tiles[n] = hp.zeros((_VALUES, tile), pool.dtype)
             hp.commit_smem()
             for n in range(len(tiles)):
-                hp.barrier_arrive(state_loaded.at[n])
+                hp.barrier_arrive(refs.state_loaded.at[n])
 
         channel = 2 * key_channels + head * value_dim + value_tile * _VALUES
         # The copy has a fixed size. Tokens after the row's end that it brings are not used.
-        hp.copy_gmem_to_smem(qkv.at[hp.ds(start, vectors // 2), hp.ds(channel, _VALUES)], v_tile, loaded)
+        hp.copy_gmem_to_smem(qkv.at[hp.ds(start, vectors // 2), hp.ds(channel, _VALUES)], v_tile, refs.loaded)
         for n, first in enumerate((first_group, boundary)):
             for first_slot in range(0, length, _TOGETHER):
                 fetch_corrections(n, first, first_slot)
@@ -131,22 +100,22 @@ def _kernel(
         entries = hp.ds(ring_slot(first) + first_slot, _TOGETHER)
         is_needed = first + first_slot < position
         hp.when(is_needed)(
-            lambda: hp.copy_gmem_to_smem(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n, some], loaded)
+            lambda: hp.copy_gmem_to_smem(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n, some], refs.loaded)
         )
-        hp.when(jnp.logical_not(is_needed))(lambda: hp.barrier_arrive(loaded))
+        hp.when(jnp.logical_not(is_needed))(lambda: hp.barrier_arrive(refs.loaded))
 
     def compute_coefficients(n, first, low):
         """Compute the coefficients of a group."""
         here = hp.ds(head, 1)
         queries, keys = (qkv.at[:, hp.ds(channel + key_head * key_dim, key_dim)] for channel in (0, key_channels))
-        inputs = Inputs(
-            queries, keys, a.at[:, head], b.at[:, head], A_log.at[here], dt_bias.at[here], ring_k.at[layer, slot, key_head],
-            ring_g.at[layer, slot, head],
-        )  # fmt: skip
+        gates = refs.a.at[:, head], refs.b.at[:, head], refs.A_log.at[here], refs.dt_bias.at[here]
+        entries = refs.ring_k.at[layer, slot, key_head], refs.ring_g.at[layer, slot, head]
+        inputs = Inputs(queries, keys, *gates, *entries)
         group = Group(first, low, ring_slot(first), start, tokens, position)
         is_first = value_tile == 0
         keeps_keys = is_first & (jax.lax.rem(head, jnp.int32(value_heads // key_heads)) == 0)
-        results = Results(x_tile, coefficient_tile, factor_tile, fold_tile, 2 * hp.SWIZZLE // pool.dtype.itemsize)
+        row_bytes = 2 * hp.SWIZZLE // pool.dtype.itemsize
+        results = Results(x_tile, refs.coefficient_tile, factor_tile, fold_tile, row_bytes)
         store_gram(n, inputs, group, options, results, folds, keeps_keys, is_first)
 
     def operands(state):
@@ -160,7 +129,7 @@ def _kernel(
 
         def step(n, keys):
             if is_on_its_way:
-                hp.barrier_wait(state_loaded.at[n])
+                hp.barrier_wait(refs.state_loaded.at[n])
             return operands(hp.load_tile(state_tiles.at[n])), x_tile.at[:, keys].T
 
         steps = [functools.partial(step, n, keys) for n, keys in enumerate(tiles)]
@@ -180,7 +149,7 @@ def _kernel(
         def of_vector(vector_index):
             """Return the product of the state with a vector, plus the corrections times their coefficients, [values]."""
             own = jnp.sum(jnp.where(vector == vector_index, from_state, 0.0), axis=1)
-            of_u = hp.along_columns(hp.load_per_column(coefficient_tile.at[n, vector_index]), _VALUES)
+            of_u = hp.along_columns(hp.load_per_column(refs.coefficient_tile.at[n, vector_index]), _VALUES)
             return own + jnp.sum(u * of_u, axis=1)
 
         def index_and_lives(token):
@@ -218,12 +187,12 @@ def _kernel(
         # The next group's coefficients are computed now, too, because nothing else runs while the state is on its way.
         reaches_next = position + tokens > boundary
         hp.when(reaches_next)(lambda: compute_coefficients(1, boundary, boundary))
-        hp.barrier_wait(loaded)
+        hp.barrier_wait(refs.loaded)
         old = corrections(0, first_group, base, position)
 
         def wait_for_state():
             for n in range(len(tiles)):
-                hp.barrier_wait(state_loaded.at[n])
+                hp.barrier_wait(refs.state_loaded.at[n])
             return old
 
         u = jax.lax.cond(position < boundary, lambda: run_tokens(0, first_group, old), wait_for_state)
@@ -264,38 +233,30 @@ def gated_delta_rule_deferred(
     """Launch the kernel. See api.py."""
     qkv, (value_heads, value_dim, key_dim) = inputs.qkv, pool.shape[2:]
     vectors, group_slots = sizes(rows.max_query_tokens, ring.k.shape[3] // 2)
-    updated = [jax.new_ref(x) for x in (pool, *ring.arrays)]
     count, tile = 3 if pool.dtype == jnp.float32 else 2, hp.SWIZZLE // pool.dtype.itemsize
-    out = hp.kernel(
+    results = hp.launch(
         functools.partial(_kernel, max_query_tokens=rows.max_query_tokens, count=count, options=options),
-        out_type=jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype),
-        grid=(rows.num_rows, value_heads, value_dim // _VALUES),
-        grid_names=("row", "head", "value_tile"),
-        scratch_types=[
-            hp.tiled(key_dim // tile, _VALUES, tile, dtype=pool.dtype),
-            # A step of a product has as many keys as a row of a state's tile.
-            hp.tiled(vectors, key_dim, dtype=qkv.dtype, swizzle=2 * hp.SWIZZLE // pool.dtype.itemsize),
-            hp.SMEM((2, group_slots, _VALUES), ring.u.dtype),
-            hp.tiled(group_slots, key_dim, dtype=qkv.dtype, swizzle=2 * group_slots),
-            hp.SMEM((vectors // 2, _VALUES), qkv.dtype),
-            hp.SMEM((2, vectors, group_slots), jnp.float32),
-            hp.SMEM((Factors.of(vectors, group_slots).size,), jnp.float32),
+        name="gated_delta_rule_deferred",
+        grid=dict(row=rows.num_rows, head=value_heads, value_tile=value_dim // _VALUES),
+        inputs=deferred_inputs(rows) | inputs._asdict(),
+        outputs=dict(out=jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype)),
+        updates=dict(pool=pool) | ring.by_name,
+        scratch=dict(
+            # The state [values, keys], in tiles of keys.
+            state_tiles=hp.tiled(key_dim // tile, _VALUES, tile, dtype=pool.dtype),
+            # The vectors. A step of a product has as many keys as a row of a state's tile.
+            x_tile=hp.tiled(vectors, key_dim, dtype=qkv.dtype, swizzle=2 * hp.SWIZZLE // pool.dtype.itemsize),
+            # The corrections of both groups, and the keys of the fold.
+            u_tiles=hp.SMEM((2, group_slots, _VALUES), ring.u.dtype),
+            fold_tile=hp.tiled(group_slots, key_dim, dtype=qkv.dtype, swizzle=2 * group_slots),
+            # The tokens' values, and then the coefficients and factors of `Results`.
+            v_tile=hp.SMEM((vectors // 2, _VALUES), qkv.dtype),
+            coefficient_tile=hp.SMEM((2, vectors, group_slots), jnp.float32),
+            factor_tile=hp.SMEM((Factors.of(vectors, group_slots).size,), jnp.float32),
             # Values, and the corrections of two groups.
-            hp.Barrier(num_arrivals=1 + 2 * group_slots // _TOGETHER),
+            loaded=hp.Barrier(num_arrivals=1 + 2 * group_slots // _TOGETHER),
             # Each step of a product waits for its own tile of the state.
-            hp.Barrier(num_barriers=key_dim // tile),
-        ],
-        kernel_name="gated_delta_rule_deferred",
-    )(
-        jnp.reshape(rows.layer, 1),
-        rows.query_start_loc,
-        rows.fold.slot,
-        rows.fold.base,
-        rows.num_computed_tokens,
-        rows.read,
-        rows.fold.block,
-        *inputs,
-        *updated,
+            state_loaded=hp.Barrier(num_barriers=key_dim // tile),
+        ),
     )
-    pool, *entries = (jax.freeze(each) for each in updated)
-    return out, pool, DeltaRuleEntries(*entries)
+    return results["out"], results["pool"], DeltaRuleEntries.of(results)

@@ -6,7 +6,6 @@ heads, one after the other, and solves both of their systems at once. Keys come 
 """
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,12 +30,8 @@ _BEFORE, _AFTER = _LEVELS + 1, _LEVELS + 2  # the spans from the chunk's start t
 _TERMS = 2  # bfloat16 terms of a float32 log decay in sums
 
 
-def kernel(names, *arrays, options: Options):
-    """Handle one chunk and two value heads.
-
-    `arrays` are, by their `names`, the operands of `products_per_channel`'s launch: inputs, outputs, SMEM and barriers.
-    """
-    refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
+def kernel(refs, *, options: Options):
+    """Handle one chunk and two value heads."""
     token_rows, token_tiles = refs.tokens
     decay_rows, decay_tiles, decay_terms = refs.log_decays
     operands, system, solution = refs.systems
@@ -263,13 +258,12 @@ def products_per_channel(
         full=hp.Barrier(num_arrivals=2 * tiles + decay_tiles + 1),
         span_full=hp.Barrier(num_arrivals=1),
     )
-    results = hp.kernel(
-        functools.partial(kernel, [*given, *outputs, *scratch], options=options),
-        out_type=tuple(outputs.values()),
-        grid=(num_chunks, -(-heads // 2)),
-        grid_names=("chunk", "pair"),
-        scratch_types=list(scratch.values()),
-        compiler_params=hp.fast_math(),
-        kernel_name="gated_delta_rule_prefill_products",
-    )(*given.values())
-    return dict(zip(outputs, results, strict=True))
+    return hp.launch(
+        functools.partial(kernel, options=options),
+        name="gated_delta_rule_prefill_products",
+        grid=dict(chunk=num_chunks, pair=-(-heads // 2)),
+        inputs=given,
+        outputs=outputs,
+        scratch=scratch,
+        is_fast=True,
+    )

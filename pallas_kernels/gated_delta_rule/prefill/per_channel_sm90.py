@@ -31,34 +31,31 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
     """
     v, key_dim, terms = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
     rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
-    names, chosen = [*inputs, "pool", "out"], variants(rows, value_heads, value_dim)
+    chosen = variants(rows, value_heads, value_dim)
     described = views(chosen, key_dim, terms, v.dtype, pool.dtype, per_channel=True)
     works = [work_of(variant, rows, value_heads, value_dim) for variant in chosen]
     ctas = [ctas_of(variant, work) for variant, work in zip(chosen, works, strict=True)]
 
-    def body(*arrays):
-        *arrays, memory, barriers_of_variants = arrays
-        refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
+    def body(refs):
         cta, taken = hp.axis_index("cta"), hp.semaphores(1).at[0]
         is_first = len(chosen) == 1 or selects_first(refs.query_start_loc, rows, works[0].of_row)
-        of_variants = zip(chosen, works, ctas, split_by_variant(memory, described), barriers_of_variants, strict=True)
+        of_variants = zip(chosen, works, ctas, split_by_variant(refs.memory, described), refs.barriers, strict=True)
         for variant, work, count, memory_of, barriers in of_variants:
             named = SimpleNamespace(**vars(refs), **barriers)
             run = functools.partial(chunk_states, variant, named, memory_of, work, cta, taken, layout=layout)
             hp.when((cta < count) & is_selected(variant, chosen, is_first))(run)
 
-    updated = jax.new_ref(pool)
-    out = hp.kernel(
+    results = hp.launch(
         body,
-        out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
-        grid=(max(ctas),),
-        grid_names=("cta",),
-        num_threads=WARPGROUPS,
-        thread_name=hp.WARPGROUP,
-        scratch_types=[
-            hp.RefUnion(*itertools.chain(*described)),
-            [variant.barriers(key_dim, terms, per_channel=True) for variant in chosen],
-        ],
-        kernel_name="gated_delta_rule_prefill_states",
-    )(*inputs.values(), updated)
-    return out, jax.freeze(updated)
+        name="gated_delta_rule_prefill_states",
+        grid=dict(cta=max(ctas)),
+        inputs=inputs,
+        outputs=dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        updates=dict(pool=pool),
+        scratch=dict(
+            memory=hp.RefUnion(*itertools.chain(*described)),
+            barriers=[variant.barriers(key_dim, terms, per_channel=True) for variant in chosen],
+        ),
+        warpgroups=WARPGROUPS,
+    )
+    return results["out"], results["pool"]

@@ -89,7 +89,6 @@ def prefill(
     num_chunks = chunks.seq_idx.shape[0]
     plans = [plan(variant, rows, value_heads, value_dim) for variant in variants(rows, value_heads, value_dim)]
     first_plan, last_plan = plans[0], plans[-1]
-    given = inputs | dict(g=g, beta=beta)
     outputs = dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)) | chunk_intra_sm90.outputs(
         value_heads, num_chunks, terms
     )
@@ -98,12 +97,9 @@ def prefill(
         chunk_intra_sm90.memory(WARPGROUPS, k.dtype),
         *views(chosen, key_dim, terms, v.dtype, pool.dtype, per_channel=False),
     ]
-    names = [*given, "pool", *outputs]
 
-    def body(*arrays):
-        *arrays, memory, products_barriers, carrying_barriers, made = arrays
-        of_products, *of_variants = split_by_variant(memory, described)
-        refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
+    def body(refs):
+        of_products, *of_variants = split_by_variant(refs.memory, described)
         counters = hp.semaphores(num_chunks * key_heads + 1)  # one per item, and the work queue's
         cta, warpgroup = hp.axis_index("cta"), hp.axis_index(hp.WARPGROUP)
         is_first = len(plans) == 1 or selects_first(refs.query_start_loc, rows, first_plan.work.of_row)
@@ -147,7 +143,7 @@ def prefill(
         def one(carry):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
             n, here, bounds, gates = carry[0], hp.optimization_barrier(carry[1]), *carry[2:]
-            own = chunk_intra_sm90.of_warpgroup(here, of_products, products_barriers)
+            own = chunk_intra_sm90.of_warpgroup(here, of_products, refs.products_barriers)
             item = first + n * step
             chunk, key_head = chunk_and_head(item)
             following = bounds_of(item + step)
@@ -168,31 +164,30 @@ def prefill(
                 """Wait until no warpgroup computes products, which use the same SMEM."""
                 if own.helpers:
                     hp.commit_smem()
-                    hp.barrier_arrive(made)
-                    hp.barrier_wait(made)
+                    hp.barrier_arrive(refs.made)
+                    hp.barrier_wait(refs.made)
 
             others = dict(layout=options.layout, wait_for_products=wait, begin=begin)
             chunk_states(own.carrying, named, memory, own.work, index, counters.at[items], **others)
 
-        for own, memory, barriers in zip(plans, of_variants, carrying_barriers, strict=True):
+        for own, memory, barriers in zip(plans, of_variants, refs.carrying_barriers, strict=True):
             is_own = is_selected(own.carrying, chosen, is_first)
             hp.when((cta >= makers) & (index < own.carriers) & is_own)(functools.partial(carry, own, memory, barriers))
 
-    updated = jax.new_ref(pool)
-    out, *_ = hp.kernel(
+    results = hp.launch(
         body,
-        out_type=tuple(outputs.values()),
-        grid=(max(each.makers + each.carriers for each in plans),),
-        grid_names=("cta",),
-        num_threads=WARPGROUPS,
-        thread_name=hp.WARPGROUP,
-        scratch_types=[
-            hp.RefUnion(*itertools.chain(*described)),
-            chunk_intra_sm90.barriers(WARPGROUPS, key_dim),
-            [variant.barriers(key_dim, terms, per_channel=False) for variant in chosen],
-            hp.Barrier(num_arrivals=WARPGROUPS),
-        ],
-        compiler_params=hp.fast_math(),
-        kernel_name="gated_delta_rule_prefill_per_head",
-    )(*given.values(), updated)
-    return out, jax.freeze(updated)
+        name="gated_delta_rule_prefill_per_head",
+        grid=dict(cta=max(each.makers + each.carriers for each in plans)),
+        inputs=inputs | dict(g=g, beta=beta),
+        outputs=outputs,
+        updates=dict(pool=pool),
+        scratch=dict(
+            memory=hp.RefUnion(*itertools.chain(*described)),
+            products_barriers=chunk_intra_sm90.barriers(WARPGROUPS, key_dim),
+            carrying_barriers=[variant.barriers(key_dim, terms, per_channel=False) for variant in chosen],
+            made=hp.Barrier(num_arrivals=WARPGROUPS),
+        ),
+        warpgroups=WARPGROUPS,
+        is_fast=True,
+    )
+    return results["out"], results["pool"]

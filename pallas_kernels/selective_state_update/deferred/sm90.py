@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.hopper.deferred_rows import deferred_inputs
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred.coefficients import Factors, coefficients, sizes
 from pallas_kernels.selective_state_update.deferred.entries import Inputs, Mamba2Entries
@@ -33,57 +34,27 @@ def unsupported(inputs: Inputs, pool: jax.Array, ring: Mamba2Entries, rows: Rows
     return None if length in _LENGTHS else f"groups must have {_LENGTHS} tokens, got {length}"
 
 
-def _kernel(
-    layer_of,
-    query_start_loc,
-    slots,
-    bases,
-    positions,
-    read_blocks,
-    fold_blocks,
-    ring_x,
-    C,
-    attention,
-    factors,
-    fold_B,
-    pool,
-    out,
-    state_tile,
-    C_tile,
-    x_tiles,
-    fold_tile,
-    attention_tile,
-    factor_tile,
-    out_tile,
-    loaded,
-    fold_loaded,
-    *,
-    max_query_tokens: int,
-    count: int,
-):
+def _kernel(refs, *, max_query_tokens: int, count: int):
     """Handle one row, one head, and 64 of its channels.
 
-    The arguments up to `out` are the arrays of `selective_state_deferred` and of `coefficients`. The arguments named
-    "tile" are
-    SMEM: the state [channels, states], the C of tokens [tokens, states], the inputs of both groups [groups, group_slots,
-    channels], the B of the fold [group_slots, states], the attention [tokens, group_slots], the factors, and the outputs
-    [tokens, channels]. The barriers complete when copies have arrived. A row has at most `max_query_tokens` tokens, and
-    float32 values are multiplied in `count` bfloat16 terms.
+    A row has at most `max_query_tokens` tokens, and float32 values are multiplied in `count` bfloat16 terms.
     """
+    pool, out, state_tile, fold_tile = refs.pool, refs.out, refs.state_tile, refs.fold_tile
+    C_tile, x_tiles, factor_tile, out_tile = refs.C_tile, refs.x_tiles, refs.factor_tile, refs.out_tile
     row, head, channel_tile = (hp.axis_index(axis) for axis in ("row", "head", "channel_tile"))
-    rows, (_, state_dim), length = slots.shape[0], pool.shape[3:], ring_x.shape[3] // 2
+    rows, (_, state_dim), length = refs.slot.shape[0], pool.shape[3:], refs.ring_x.shape[3] // 2
     vectors, group_slots = C_tile.shape[0], fold_tile.shape[0]
     at = Factors.of(vectors, group_slots)
     tile = hp.SWIZZLE // pool.dtype.itemsize  # states in a step of a product
     tiles = [hp.ds(first, tile) for first in range(0, state_dim, tile)]
-    start, end, total = query_start_loc[row], query_start_loc[row + 1], query_start_loc[rows]
-    layer, slot, base, position = layer_of[0], slots[row], bases[row], positions[row]
-    read, fold_to = read_blocks[row], fold_blocks[row]
+    start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
+    layer, slot, base, position = refs.layer[0], refs.slot[row], refs.base[row], refs.position[row]
+    read, fold_to = refs.read_block[row], refs.fold_block[row]
     tokens = end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
     dims = hp.ds(channel_tile * _CHANNELS, _CHANNELS)
-    group = jax.lax.div(head, jnp.int32(pool.shape[2] // C.shape[1]))
+    group = jax.lax.div(head, jnp.int32(pool.shape[2] // refs.C.shape[1]))
     index, vector = hp.columns((_CHANNELS, group_slots)), hp.columns((_CHANNELS, vectors))
 
     def ring_slot(position):
@@ -94,20 +65,20 @@ def _kernel(
 
         @hp.when(read != NULL_BLOCK)
         def _():
-            hp.copy_gmem_to_smem(pool.at[layer, read, head, dims], state_tile, loaded)
+            hp.copy_gmem_to_smem(pool.at[layer, read, head, dims], state_tile, refs.loaded)
 
         @hp.when(read == NULL_BLOCK)
         def _():
             state_tile[...] = hp.zeros((_CHANNELS, state_dim), pool.dtype)
             hp.commit_smem()
-            hp.barrier_arrive(loaded)
+            hp.barrier_arrive(refs.loaded)
 
-        hp.copy_gmem_to_smem(C.at[row, group], C_tile, loaded)
-        hp.copy_gmem_to_smem(attention.at[row, head], attention_tile, loaded)
-        hp.copy_gmem_to_smem(factors.at[row, head], factor_tile, loaded)
+        hp.copy_gmem_to_smem(refs.C.at[row, group], C_tile, refs.loaded)
+        hp.copy_gmem_to_smem(refs.attention.at[row, head], refs.attention_tile, refs.loaded)
+        hp.copy_gmem_to_smem(refs.factors.at[row, head], factor_tile, refs.loaded)
         for n, first in enumerate((first_group, boundary)):
             entries = hp.ds(ring_slot(first), length)
-            hp.copy_gmem_to_smem(ring_x.at[layer, slot, head, entries, dims], x_tiles.at[n], loaded)
+            hp.copy_gmem_to_smem(refs.ring_x.at[layer, slot, head, entries, dims], x_tiles.at[n], refs.loaded)
 
     def state_at(columns):
         return hp.load_tile(state_tile.at[:, columns])
@@ -140,7 +111,7 @@ def _kernel(
 
         for token in range(max_query_tokens):
             own = jnp.sum(jnp.where(vector == token, from_state, 0.0), axis=1)
-            of_inputs = hp.along_columns(hp.load_per_column(attention_tile.at[token]), _CHANNELS)
+            of_inputs = hp.along_columns(hp.load_per_column(refs.attention_tile.at[token]), _CHANNELS)
             answer = (own + jnp.sum(x * of_inputs, axis=1)).astype(out.dtype)
 
             @hp.when(lives(token))
@@ -171,9 +142,9 @@ def _kernel(
 
         @hp.when(folds)
         def _():
-            hp.copy_gmem_to_smem(fold_B.at[row, group], fold_tile, fold_loaded)
+            hp.copy_gmem_to_smem(refs.fold_B.at[row, group], fold_tile, refs.fold_loaded)
 
-        hp.barrier_wait(loaded)
+        hp.barrier_wait(refs.loaded)
         x = inputs(0, first_group, base)
 
         @hp.when(position < boundary)
@@ -182,7 +153,7 @@ def _kernel(
 
         @hp.when(folds)
         def _():
-            hp.barrier_wait(fold_loaded)
+            hp.barrier_wait(refs.fold_loaded)
             fold(x)
 
             @hp.when((position >= boundary) & (fold_to != NULL_BLOCK))
@@ -215,37 +186,29 @@ def selective_state_deferred(
 ) -> tuple[jax.Array, jax.Array, Mamba2Entries]:
     """Launch both kernels. See api.py."""
     xBC, (heads, head_dim, state_dim) = inputs.xBC, pool.shape[2:]
-    fold, max_query_tokens = rows.fold, rows.max_query_tokens
+    max_query_tokens = rows.max_query_tokens
     vectors, group_slots = sizes(max_query_tokens, ring.x.shape[3] // 2)
     given = coefficients(inputs, ring, rows, vectors=vectors, dt_softplus=dt_softplus)
-    updated = jax.new_ref(pool)
-    out = hp.kernel(
+    results = hp.launch(
         functools.partial(_kernel, max_query_tokens=max_query_tokens, count=3 if pool.dtype == jnp.float32 else 2),
-        out_type=jax.ShapeDtypeStruct((xBC.shape[0], heads, head_dim), xBC.dtype),
-        grid=(rows.num_rows, heads, head_dim // _CHANNELS),
-        grid_names=("row", "head", "channel_tile"),
-        scratch_types=[
-            hp.tiled(_CHANNELS, state_dim, dtype=pool.dtype),
-            # A step of a product has as many states as a row of a state's tile.
-            hp.tiled(vectors, state_dim, dtype=xBC.dtype, swizzle=2 * hp.SWIZZLE // pool.dtype.itemsize),
-            hp.SMEM((2, group_slots, _CHANNELS), xBC.dtype),
-            hp.tiled(group_slots, state_dim, dtype=xBC.dtype, swizzle=2 * group_slots),
-            hp.SMEM((vectors, group_slots), jnp.float32),
-            hp.SMEM((given["factors"].shape[2],), jnp.float32),
-            hp.SMEM((max_query_tokens, _CHANNELS), xBC.dtype),
-            hp.Barrier(num_arrivals=6),
-            hp.Barrier(),
-        ],
-        kernel_name="selective_state_deferred",
-    )(
-        jnp.reshape(rows.layer, 1),
-        rows.query_start_loc,
-        fold.slot,
-        fold.base,
-        rows.num_computed_tokens,
-        rows.read,
-        fold.block,
-        *(given[name] for name in ("ring_x", "C", "attention", "factors", "fold_B")),
-        updated,
+        name="selective_state_deferred",
+        grid=dict(row=rows.num_rows, head=heads, channel_tile=head_dim // _CHANNELS),
+        inputs=deferred_inputs(rows)
+        | {name: given[name] for name in ("ring_x", "C", "attention", "factors", "fold_B")},
+        outputs=dict(out=jax.ShapeDtypeStruct((xBC.shape[0], heads, head_dim), xBC.dtype)),
+        updates=dict(pool=pool),
+        scratch=dict(
+            state_tile=hp.tiled(_CHANNELS, state_dim, dtype=pool.dtype),
+            # The C of tokens. A step of a product has as many states as a row of a state's tile.
+            C_tile=hp.tiled(vectors, state_dim, dtype=xBC.dtype, swizzle=2 * hp.SWIZZLE // pool.dtype.itemsize),
+            # The inputs of both groups, and the B of the fold.
+            x_tiles=hp.SMEM((2, group_slots, _CHANNELS), xBC.dtype),
+            fold_tile=hp.tiled(group_slots, state_dim, dtype=xBC.dtype, swizzle=2 * group_slots),
+            attention_tile=hp.SMEM((vectors, group_slots), jnp.float32),
+            factor_tile=hp.SMEM((given["factors"].shape[2],), jnp.float32),
+            out_tile=hp.SMEM((max_query_tokens, _CHANNELS), xBC.dtype),
+            loaded=hp.Barrier(num_arrivals=6),
+            fold_loaded=hp.Barrier(),
+        ),
     )
-    return out, jax.freeze(updated), Mamba2Entries.of(given)
+    return results["out"], results["pool"], Mamba2Entries.of(given)
