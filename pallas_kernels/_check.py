@@ -7,7 +7,7 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -228,23 +228,39 @@ def dtype_of(name: str, argument: str, value: str | None, default: Any) -> np.dt
     return dtype
 
 
-def check_config(name: str, config: Any, **least: int) -> None:
-    """Raise ValueError, in the name of op `name`, unless the fields of a launch configuration are in range.
+class LaunchConfig:
+    """The base of dataclasses that are launch configurations, whose fields are checked.
 
-    Args:
-        name: The op.
-        config: The configuration. `num_warps` must be a power of two up to 32, and `num_stages` at least 1.
-        least: The fields that must be powers of two, with the least value of each.
+    A subclass names its op, the fields that must be at least 1, and the fields that must be powers of two, with the least
+    value of each. `num_warps` must be a power of two up to 32, and `num_stages` at least 1.
+
+    Raises:
+        ValueError: from the constructor, if a field has a value that is not allowed.
     """
-    for field, smallest in least.items():
-        size = getattr(config, field)
-        is_right = size >= smallest and size & (size - 1) == 0
+
+    _op: ClassVar[str]
+    _positive: ClassVar[tuple[str, ...]]
+    _powers: ClassVar[dict[str, int]]
+
+    def __init_subclass__(cls, *, op: str, positive: tuple[str, ...] = (), **powers: int) -> None:
+        cls._op, cls._positive, cls._powers = op, positive, powers
+
+    def __post_init__(self) -> None:
+        for field, smallest in self._powers.items():
+            self.require_power(field, smallest)
+        warps = getattr(self, "num_warps", 1)
+        is_right = 1 <= warps <= 32 and warps & (warps - 1) == 0
+        require(is_right, f"{self._op}: config.num_warps must be a power of two up to 32, got {warps}")
+        for field in (*self._positive, *(["num_stages"] if hasattr(self, "num_stages") else [])):
+            value = getattr(self, field)
+            require(value >= 1, f"{self._op}: config.{field} must be at least 1, got {value}")
+
+    def require_power(self, field: str, smallest: int) -> None:
+        """Raise ValueError unless a field is a power of two of at least `smallest`."""
+        size = getattr(self, field)
         wanted = "a power of two" if smallest == 1 else f"a power of two of at least {smallest}"
-        require(is_right, f"{name}: config.{field} must be {wanted}, got {size}")
-    warps, stages = getattr(config, "num_warps", 1), getattr(config, "num_stages", 1)
-    is_right = 1 <= warps <= 32 and warps & (warps - 1) == 0
-    require(is_right, f"{name}: config.num_warps must be a power of two up to 32, got {warps}")
-    require(stages >= 1, f"{name}: config.num_stages must be at least 1, got {stages}")
+        is_right = size >= smallest and size & (size - 1) == 0
+        require(is_right, f"{self._op}: config.{field} must be {wanted}, got {size}")
 
 
 def sizes_of(name: str, parts: Any, total: int) -> tuple[int, ...]:

@@ -2,29 +2,23 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config
+from pallas_kernels._check import LaunchConfig
 
 _ELEMENTS = 4  # of a thread. With more, fewer threads send and wait concurrently.
 _MAX_WARPS = 32
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="all_reduce", pack=1):
     """How a kernel is launched. A program takes one token.
 
     Attributes:
         num_warps: Warps of a program.
         pack: The number of values that a thread sends before it waits for the first one. A power of two.
-
-    Raises:
-        ValueError: if a field is out of range.
     """
 
     num_warps: int
     pack: int
-
-    def __post_init__(self) -> None:
-        check_config("all_reduce", self, pack=1)
 
 
 def default_config(num_channels: int) -> Config:

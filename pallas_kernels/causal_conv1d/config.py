@@ -2,27 +2,21 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config, require
+from pallas_kernels._check import LaunchConfig
 from pallas_kernels.blocks import WindowLayout
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="causal_conv1d_update", tile=1):
     """How the update kernel is launched.
 
     Attributes:
         tile: The number of channels per program, a power of two.
         num_warps: The number of warps per program.
-
-    Raises:
-        ValueError: if a field has a value that is not allowed.
     """
 
     tile: int
     num_warps: int
-
-    def __post_init__(self) -> None:
-        check_config("causal_conv1d_update", self, tile=1)
 
 
 def default_config(layout: WindowLayout = "SD") -> Config:
@@ -37,25 +31,18 @@ def default_config(layout: WindowLayout = "SD") -> Config:
 
 
 @dataclass(frozen=True)
-class PrefillConfig:
+class PrefillConfig(LaunchConfig, op="causal_conv1d_prefill", positive=("block",), tile=1):
     """How the prefill kernel is launched.
 
     Attributes:
         tile: The number of channels per program, a power of two.
         block: The number of tokens per program.
         num_warps: The number of warps per program.
-
-    Raises:
-        ValueError: if a field has a value that is not allowed.
     """
 
     tile: int
     block: int
     num_warps: int
-
-    def __post_init__(self) -> None:
-        check_config("causal_conv1d_prefill", self, tile=1)
-        require(self.block >= 1, f"causal_conv1d_prefill: config.block must be at least 1, got {self.block}")
 
 
 def default_prefill_config(layout: WindowLayout = "SD") -> PrefillConfig:

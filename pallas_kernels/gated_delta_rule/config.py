@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from pallas_kernels import device
-from pallas_kernels._check import check_config, require
+from pallas_kernels._check import LaunchConfig, require
 from pallas_kernels._pallas_triton import power_of_two
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import CHUNK_SIZE
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="gated_delta_rule", block_value=1, tile_value=1, segment=1):
     """How the update kernel cuts a head's state [value_dim, key_dim]. All sizes are powers of two.
 
     Attributes:
@@ -18,9 +18,6 @@ class Config:
         tile_value: The number of state rows per tile. A program has block_value / tile_value tiles.
         segment: The number of keys in a segment. Each state row is folded into segments.
         num_warps: The number of warps per program.
-
-    Raises:
-        ValueError: if a field has a value that is not allowed.
     """
 
     block_value: int
@@ -29,7 +26,7 @@ class Config:
     num_warps: int
 
     def __post_init__(self) -> None:
-        check_config("gated_delta_rule", self, block_value=1, tile_value=1, segment=1)
+        super().__post_init__()
         is_right = self.tile_value <= self.block_value
         wanted = f"config.tile_value must be at most config.block_value = {self.block_value}"
         require(is_right, f"gated_delta_rule: {wanted}, got {self.tile_value}")
@@ -58,7 +55,7 @@ def default_config(rows: int, window: int, itemsize: int, layout: StateLayout = 
 
 
 @dataclass(frozen=True)
-class PrefillConfig:
+class PrefillConfig(LaunchConfig, op="gated_delta_rule_prefill", positive=("pieces",), tile_value=16, products_warps=1):
     """How the prefill kernels are launched. Only `pieces` changes the results.
 
     Attributes:
@@ -68,9 +65,6 @@ class PrefillConfig:
         products_warps: The number of warps per program of the kernel that multiplies a chunk's keys.
         pieces: If inputs are bfloat16, the number of bfloat16 terms into which float32 values are split for the
             products that states depend on. The relative error is 2^-16 with two terms and 2^-8 with one.
-
-    Raises:
-        ValueError: if a field has a value that is not allowed.
     """
 
     tile_value: int
@@ -78,10 +72,6 @@ class PrefillConfig:
     num_stages: int
     products_warps: int
     pieces: int
-
-    def __post_init__(self) -> None:
-        check_config("gated_delta_rule_prefill", self, tile_value=16, products_warps=1)
-        require(self.pieces >= 1, f"gated_delta_rule_prefill: config.pieces must be at least 1, got {self.pieces}")
 
 
 _SHARED_BYTES = 215_000  # the shared memory for the chunks in flight, out of an H200's 232,448 bytes

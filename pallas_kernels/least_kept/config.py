@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config
+from pallas_kernels._check import LaunchConfig
 
 _PROGRAMS = 512  # about four per SM of an H200
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="least_kept", chunk=1, lanes=1):
     """How the kernel is launched. Sizes are powers of two.
 
     Attributes:
@@ -16,9 +16,6 @@ class Config:
         chunk: Tokens of a program.
         lanes: Tokens that are compared at a time; divides `chunk`.
         num_warps: Warps of a program.
-
-    Raises:
-        ValueError: if a field is out of range.
     """
 
     bits: int
@@ -31,7 +28,7 @@ class Config:
             raise ValueError(f"least_kept: config.bits must divide 30, got {self.bits}")
         if self.lanes < 1 or self.chunk % self.lanes:
             raise ValueError(f"least_kept: config.lanes must divide config.chunk = {self.chunk}, got {self.lanes}")
-        check_config("least_kept", self, chunk=1, lanes=1)
+        super().__post_init__()
 
 
 def default_config(num_rows: int, num_tokens: int) -> Config:

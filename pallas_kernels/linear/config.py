@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import device
-from pallas_kernels._check import check_config
+from pallas_kernels._check import LaunchConfig
 
 # A product of more tokens is bound by arithmetic, and XLA's own is faster.
 MAX_TOKENS = 64
@@ -13,7 +13,7 @@ _PROGRAMS = 264  # two for each of an H200's SMs
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="linear", inputs=16, shares=1):
     """How the kernel tiles a product. Sizes are powers of two.
 
     Attributes:
@@ -25,9 +25,6 @@ class Config:
             their partial sums.
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over inputs.
-
-    Raises:
-        ValueError: if a field is out of range.
     """
 
     tokens: int
@@ -38,8 +35,9 @@ class Config:
     num_stages: int
 
     def __post_init__(self) -> None:
-        least = 1 if self.tokens == 1 else 16
-        check_config("linear", self, tokens=least, outputs=least, inputs=16, shares=1)
+        super().__post_init__()
+        for field in ("tokens", "outputs"):
+            self.require_power(field, 1 if self.tokens == 1 else 16)
 
 
 def _of_one_token(row_bytes: int, itemsize: int, is_gated: bool) -> Config | None:
@@ -63,13 +61,8 @@ def default_config(
     """Return the configuration for a product.
 
     For bfloat16 it is among the fastest of `benchmarks.linear --tune` on an H200 with JAX 0.11.2. Where the GPU has less
-    shared memory, fewer blocks of inputs are in flight.
-
-    Args:
-        x: Inputs [tokens, inputs], of which only the shape is used.
-        weight: Weights [outputs, inputs], of which only shape and dtype are used.
-        is_gated: Whether a tile takes rows of both halves of the weights.
-        is_summed: Whether the op that reads the product adds up its partial sums. If not, they take a launch of their own.
+    shared memory, fewer blocks of inputs are in flight. Of the arrays, only shapes and dtypes are used. If `is_summed`, the
+    op that reads the product adds up its partial sums; if not, they take a launch of their own.
     """
     (num_tokens, num_inputs), num_outputs, itemsize = x.shape, weight.shape[0], weight.dtype.itemsize
     # Products of fewer outputs take split-K, and tiles of more outputs keep the memory busy anyhow.

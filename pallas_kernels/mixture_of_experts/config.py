@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config
+from pallas_kernels._check import LaunchConfig
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(LaunchConfig, op="mixture_of_experts", columns=1, depth=16):
     """How one of the two products is tiled. Sizes are powers of two, and at least 16 unless there is a single token.
 
     Attributes:
@@ -15,9 +15,6 @@ class Product:
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over inputs. The kernels of a single token load
             `num_stages` blocks of `depth` inputs per iteration.
-
-    Raises:
-        ValueError: if a field is out of range.
     """
 
     columns: int
@@ -25,12 +22,9 @@ class Product:
     num_warps: int
     num_stages: int
 
-    def __post_init__(self) -> None:
-        check_config("mixture_of_experts", self, columns=1, depth=16)
-
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="mixture_of_experts"):
     """How the kernels cut pairs of a token and one of its experts, and the products.
 
     Attributes:
@@ -43,9 +37,6 @@ class Config:
         short_rows: The most pairs of a sorted tile that is multiplied as a smaller one, because rows of padding take as
             long as others. None has no smaller tiles. An instruction of Hopper's tensor cores has 64 rows, in both sizes
             of tiles, so a pair has the same bits in both.
-
-    Raises:
-        ValueError: if a field is out of range.
     """
 
     rows: int
@@ -56,9 +47,11 @@ class Config:
 
     def __post_init__(self) -> None:
         least = 1 if self.rows == 1 else 16
-        check_config("mixture_of_experts", self, rows=least, **({} if self.short_rows is None else dict(short_rows=16)))
+        self.require_power("rows", least)
+        if self.short_rows is not None:
+            self.require_power("short_rows", 16)
         for product in (self.up, self.down):
-            check_config("mixture_of_experts", product, columns=least)
+            product.require_power("columns", least)
 
 
 def config_of_one_token(itemsize: int, projections: int) -> Config:

@@ -4,12 +4,12 @@ import itertools
 from dataclasses import dataclass
 
 from pallas_kernels import device
-from pallas_kernels._check import check_config, require
+from pallas_kernels._check import LaunchConfig, require
 from pallas_kernels.paged_attention._shards import PROMPT_SHARDS
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="paged_attention", queries=16, block=16, split=1, shares=1):
     """How the kernels cut queries and keys. Sizes are powers of two.
 
     The keys of a row are cut into splits, which shards take round-robin (`Shards`). A program attends a tile of queries to
@@ -48,7 +48,7 @@ class Config:
     unit: int | None = None
 
     def __post_init__(self) -> None:
-        check_config("paged_attention", self, queries=16, block=16, split=1, shares=1)
+        super().__post_init__()
         for size in self.groups:
             is_right = size >= 1 and size & (size - 1) == 0
             require(is_right, f"paged_attention: config.groups must be a power of two, got {size}")
@@ -72,13 +72,8 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
 
     For bfloat16 heads of 256 and latents of 576, it has the best settings of a prototype on an H200 (JAX 0.11.2). Other
     settings were derived from compiled code: they fit into shared memory and registers. GPUs with little shared memory have
-    smaller tiles, and so other bits.
-
-    Args:
-        dims: Dims of a key and a value together; dims of a key alone in latent attention.
-        itemsize: Bytes of an element.
-        is_prompt: Whether rows have any number of tokens.
-        is_latent: Whether values are the first dims of the keys.
+    smaller tiles, and so other bits. `dims` are the dims of a key and a value together, or of a key alone in latent
+    attention, where values are the first dims of the keys. An element has `itemsize` bytes.
     """
     row_bytes = dims * itemsize
     split, shards = (PROMPT_SHARDS.split, PROMPT_SHARDS.count) if is_prompt else (512, 32) if is_latent else (128, 128)
@@ -113,12 +108,7 @@ def possible_units(groups: tuple[int, ...], sums_per_thread: int, num_tiles: int
 
     Where there are few tiles, their keys must be cut as finely as possible to fill all SMs. With more tiles, single shards
     would only take time and memory. A program that joins holds another set of sums for each size of groups, so these must
-    be few.
-
-    Args:
-        groups: See `Config`.
-        sums_per_thread: The number of sums that a thread has for one shard.
-        num_tiles: The number of tiles.
+    be few: a thread has `sums_per_thread` sums for one shard.
     """
     fitting = groups[: max(0, 128 // sums_per_thread - 1)]
     return (1, *fitting[:1]) if num_tiles < 12 or not fitting else fitting

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pallas_kernels._check import check_config
+from pallas_kernels._check import LaunchConfig
 
 
 class Norm(NamedTuple):
@@ -18,20 +18,14 @@ class Norm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="add_rms_norm"):
     """How the kernel is launched. A program takes one token.
 
     Attributes:
         num_warps: Warps of a program.
-
-    Raises:
-        ValueError: if a field is out of range.
     """
 
     num_warps: int
-
-    def __post_init__(self) -> None:
-        check_config("add_rms_norm", self)
 
 
 def default_config(num_channels: int, num_splits: int) -> Config:

@@ -2,28 +2,22 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config
+from pallas_kernels._check import LaunchConfig
 
 _ELEMENTS = 2048  # of a tile
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="rotate_and_store", heads=1):
     """How the kernel is launched. A program handles a tile of heads of one token.
 
     Attributes:
         heads: The most heads of a program, a power of two.
         num_warps: Warps of a program.
-
-    Raises:
-        ValueError: if a field is out of range.
     """
 
     heads: int
     num_warps: int
-
-    def __post_init__(self) -> None:
-        check_config("rotate_and_store", self, heads=1)
 
 
 def default_config(dim: int) -> Config:

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config, require
+from pallas_kernels._check import LaunchConfig
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="selective_scan", positive=("unroll",), block_dim=1, segment=1):
     """How the kernel cuts a head's state [head_dim, state_dim]. All sizes are powers of two.
 
     Attributes:
@@ -14,19 +14,12 @@ class Config:
         segment: The number of elements in a segment. Each channel's state is folded into segments.
         unroll: The number of tokens per iteration of the loop. The next iteration's tokens are loaded meanwhile.
         num_warps: The number of warps per program.
-
-    Raises:
-        ValueError: if a field has a value that is not allowed.
     """
 
     block_dim: int
     segment: int
     unroll: int
     num_warps: int
-
-    def __post_init__(self) -> None:
-        check_config("selective_scan", self, block_dim=1, segment=1)
-        require(self.unroll >= 1, f"selective_scan: config.unroll must be at least 1, got {self.unroll}")
 
 
 def default_config(state_dim: int, itemsize: int) -> Config:

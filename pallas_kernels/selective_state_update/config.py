@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config, require
+from pallas_kernels._check import LaunchConfig, require
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="selective_state_update", block_dim=1, tile_dim=1, segment=1):
     """How the kernel cuts a head's state [head_dim, state_dim]. All sizes are powers of two.
 
     Attributes:
@@ -14,9 +14,6 @@ class Config:
         tile_dim: The number of state rows per tile. A program has block_dim / tile_dim tiles.
         segment: The number of elements in a segment. Each state row is folded into segments.
         num_warps: The number of warps per program.
-
-    Raises:
-        ValueError: if a field has a value that is not allowed.
     """
 
     block_dim: int
@@ -25,7 +22,7 @@ class Config:
     num_warps: int
 
     def __post_init__(self) -> None:
-        check_config("selective_state_update", self, block_dim=1, tile_dim=1, segment=1)
+        super().__post_init__()
         is_right = self.tile_dim <= self.block_dim
         wanted = f"config.tile_dim must be at most config.block_dim = {self.block_dim}"
         require(is_right, f"selective_state_update: {wanted}, got {self.tile_dim}")

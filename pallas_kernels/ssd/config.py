@@ -2,28 +2,22 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config
+from pallas_kernels._check import LaunchConfig
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="ssd", block_dim=16):
     """How the kernel cuts a head's state [head_dim, state_dim].
 
     Attributes:
         block_dim: The number of state rows (channels) per program, a power of two of at least 16.
         num_warps: The number of warps per program.
         num_stages: The number of chunks that are loaded and run at the same time.
-
-    Raises:
-        ValueError: if a field has a value that is not allowed.
     """
 
     block_dim: int
     num_warps: int
     num_stages: int
-
-    def __post_init__(self) -> None:
-        check_config("ssd", self, block_dim=16)
 
 
 def default_config(channels: int, state_dim: int, chunk_size: int, itemsize: int) -> Config:

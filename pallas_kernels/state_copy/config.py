@@ -2,29 +2,22 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config, require
+from pallas_kernels._check import LaunchConfig
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchConfig, op="state_copy", positive=("programs",), tile=1):
     """How the kernels are launched.
 
     Attributes:
         tile: The number of elements in a tile, a power of two.
         programs: The approximate number of programs for all rows together. Each row gets at least one.
         num_warps: The number of warps per program.
-
-    Raises:
-        ValueError: if a field is out of range.
     """
 
     tile: int
     programs: int
     num_warps: int
-
-    def __post_init__(self) -> None:
-        check_config("state_copy", self, tile=1)
-        require(self.programs >= 1, f"state_copy: config.programs must be at least 1, got {self.programs}")
 
 
 def default_config(itemsize: int) -> Config:

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config, require
+from pallas_kernels._check import LaunchConfig
 
 
 @dataclass(frozen=True)
-class DeferredConfig:
+class DeferredConfig(
+    LaunchConfig, op="gated_delta_rule_deferred", positive=("pieces",), block_value=16, tile_value=16, tile_key=16
+):
     """How the kernel cuts a head's state [value_dim, key_dim], and how it multiplies. Sizes are powers of two.
 
     Attributes:
@@ -34,8 +36,7 @@ class DeferredConfig:
                 "DeferredConfig: block_value must be a multiple of tile_value, "
                 f"got {self.block_value} and {self.tile_value}"
             )
-        check_config("gated_delta_rule_deferred", self, block_value=16, tile_value=16, tile_key=16)
-        require(self.pieces >= 1, f"gated_delta_rule_deferred: config.pieces must be at least 1, got {self.pieces}")
+        super().__post_init__()
 
 
 def default_config(rows: int, itemsize: int) -> DeferredConfig:

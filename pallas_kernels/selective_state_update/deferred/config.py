@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._check import check_config, require
+from pallas_kernels._check import LaunchConfig
 
 
 @dataclass(frozen=True)
-class DeferredConfig:
+class DeferredConfig(LaunchConfig, op="selective_state_deferred", positive=("pieces",), block_dim=16):
     """How the kernel cuts a head's state [head_dim, state_dim], and how it multiplies. Sizes are powers of two.
 
     Attributes:
@@ -16,19 +16,12 @@ class DeferredConfig:
             2^-8 with one term, 2^-16 with two and 2^-24 with three.
         dims_first: Whether the product with the state is computed as [channels, tokens] and not as [tokens, channels].
             With four warps and 64 channels, [channels, tokens] uses the tensor cores' wider instruction.
-
-    Raises:
-        ValueError: if a field has a value that is not allowed.
     """
 
     block_dim: int
     num_warps: int
     pieces: int
     dims_first: bool
-
-    def __post_init__(self) -> None:
-        check_config("selective_state_deferred", self, block_dim=16)
-        require(self.pieces >= 1, f"selective_state_deferred: config.pieces must be at least 1, got {self.pieces}")
 
 
 def default_config(state_dim: int, itemsize: int) -> DeferredConfig:
