@@ -30,12 +30,9 @@ def run_rows(
             group, stores its entry, and returns the outputs and the rings.
         rows: The rows.
         length: The number of tokens of a group.
-        out: The outputs, zeros.
+        out: The outputs, zeros. They are returned with the pool and the rings.
         pool: The pool.
         rings: The arrays of the ring.
-
-    Returns:
-        The outputs, the pool and the rings.
     """
     query_start_loc, layer, position, read_block = rows.query_start_loc, rows.layer, rows.num_computed_tokens, rows.read
     slot, base, fold_block = rows.fold.slot, rows.fold.base, rows.fold.block

@@ -6,7 +6,7 @@ extends beyond an array writes past its end.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +21,7 @@ from pallas_kernels import _math
 LOG2_E = 1.4426950408889634
 # A kernel's arrays, by the names under which `call` was given them. An array that was left out is None.
 Refs: TypeAlias = SimpleNamespace
+_NONE: Mapping[str, Any] = MappingProxyType({})
 # The index vector of a tile's axis, and the mask of indices inside the array.
 Lanes: TypeAlias = tuple[jax.Array, jax.Array]
 
@@ -153,8 +154,8 @@ def call(
     name: str,
     grid: tuple[int, ...],
     inputs: Mapping[str, Any],
-    outputs: Mapping[str, jax.ShapeDtypeStruct],
-    updates: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct] = _NONE,
+    updates: Mapping[str, jax.Array] = _NONE,
     num_warps: int,
     num_stages: int = 1,
     interpret: bool = False,

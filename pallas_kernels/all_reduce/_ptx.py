@@ -10,19 +10,12 @@ from collections.abc import Iterator
 
 
 def sum_over_devices(num_devices: int, source_bytes: int, pack: int) -> tuple[str, str]:
-    """Write the PTX by which a thread sends `pack` values, and then waits for the values of all devices and adds them.
+    """Return the PTX by which a thread sends `pack` values, waits for the values of all devices and adds them.
 
     The operands are the sum; the value, the epoch, and the value's offset in a mailbox in bytes, which is negative for an
     element that is not summed; and for each row of `Mailboxes.addresses` the lower and the upper half of an address. The sum
-    begins with the first device, so that all devices get the same bits. Running the PTX twice is the same as once.
-
-    Args:
-        num_devices: The number of devices.
-        source_bytes: The bytes of a mailbox for each sending device.
-        pack: The values of a thread.
-
-    Returns:
-        The PTX, and the constraints of its operands.
+    begins with the first device, so that all devices get the same bits. Running the PTX twice is the same as once. A mailbox
+    has `source_bytes` for each sending device. The second result are the operands' constraints.
     """
     names = ["total", "value", "epoch", "offset"]
     names += [f"{half}{device}" for device in range(num_devices + 1) for half in ("low", "high")]

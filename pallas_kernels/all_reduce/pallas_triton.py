@@ -73,7 +73,6 @@ def _call(kernel, name, addend, mailboxes, epoch, run, inputs, outputs):
             addend=addend, memory=mailboxes.memory, addresses=mailboxes.addresses, epoch=epoch.reshape(1), **inputs
         ),
         outputs=dict(next=jax.ShapeDtypeStruct((1,), jnp.int32), **outputs),
-        updates={},
         num_warps=config.num_warps,
         interpret=run.interpret,
     )

@@ -14,12 +14,7 @@ _ROWS = 8  # over which the swizzle repeats
 
 
 def keep_rows(tile: Any, count: jax.Array) -> None:
-    """Set the tokens of a tile in SMEM from `count` on to zero, without `commit_smem`.
-
-    Args:
-        tile: The tile, [16 n, 64], `tiled`.
-        count: The number of tokens that it keeps.
-    """
+    """Set the tokens of a tile in SMEM, [16 n, 64], `tiled`, from `count` on to zero, without `commit_smem`."""
 
     def body(tile: Any, count: Any) -> None:
         groups, across, _, length = tile.shape
@@ -66,12 +61,7 @@ def store_rows(source: Any, count: jax.Array, target: Any) -> None:
 
 
 def clear_rows(target: Any, count: jax.Array) -> None:
-    """Store zeros in the first rows of a tile in GMEM.
-
-    Args:
-        target: Receives the zeros. [64, 64], of which only the first `count` rows need to exist.
-        count: The number of rows, up to 64.
-    """
+    """Store zeros in the first `count` rows of a tile in GMEM, [64, 64], of which only these need to exist."""
 
     def body(target: Any, count: Any) -> None:
         tokens, length = target.shape

@@ -36,13 +36,8 @@ def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsi
     """Return the number of state rows of a warp. It changes no bit of the results.
 
     Of 4, 8 and 16, it is the fastest, or within 2 % of it, for heads of 128 x 128 and of 64 x 128, with JAX 0.11.2 on
-    an H100, and on an H200 as far as they were compared there.
-
-    Args:
-        batch_rows: The number of rows of the batch.
-        window: The largest number of their tokens.
-        head: The number of heads, of their state rows, and of the columns.
-        itemsize: The bytes of an element of the pool.
+    an H100, and on an H200 as far as they were compared there. A row of the batch has at most `window` tokens, and `head` is
+    the number of heads, of their state rows, and of the columns.
     """
     heads, rows_of_head, columns = head
     most = min(_MAX_ROWS, _MAX_ELEMENTS * LANES // columns)
@@ -349,7 +344,7 @@ def advance_states(
         inputs: The inputs by name.
         out: The outputs, [tokens, heads, state rows].
         pool: The states, [layers, blocks, heads, state rows, columns].
-        rows: The rows.
+        rows: The rows, with `read` and `write`.
     """
     _, _, *head = pool.shape
     batch_rows, window = rows.write.shape

@@ -71,7 +71,6 @@ def _last_to_reach(weights: jax.Array, enough: jax.Array, *, counts: bool, run: 
                 found=jax.ShapeDtypeStruct((rows,), jnp.int32),
                 sums=jax.ShapeDtypeStruct((rows, num_chunks, 1 << config.bits), jnp.float32),
             ),
-            updates={},
             num_warps=config.num_warps,
             interpret=run.interpret,
         )

@@ -17,13 +17,8 @@ def least_kept(weights: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Ar
 def _last_to_reach(weights: jax.Array, enough: jax.Array, *, counts: bool) -> jax.Array:
     """Return the largest p for which the tokens with probabilities >= p add up to at least `enough`; 0 if there is none.
 
-    Args:
-        weights: The probabilities, from 0 to 1. float32 [rows, tokens].
-        enough: The sum to reach. float32 [rows].
-        counts: Whether each token adds 1 to the sum, instead of its probability.
-
-    Returns:
-        float32 [rows].
+    `weights` are the probabilities, from 0 to 1, float32 [rows, tokens]. `enough` and the results are float32 [rows]. If
+    `counts` is set, each token adds 1 to the sum, instead of its probability.
     """
     bits = jnp.zeros(weights.shape[:1], jnp.int32)
     amounts, zero = 1.0 if counts else weights, np.zeros((), np.float32)

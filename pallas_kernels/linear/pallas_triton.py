@@ -85,7 +85,6 @@ def _launch(
         grid=(*tiles, config.shares),
         inputs=dict(x=x, weight=weight, bias=bias),
         outputs=outputs,
-        updates={},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,

@@ -157,23 +157,10 @@ def one_token(
     config: Config,
     interpret: bool,
 ) -> jax.Array:
-    """Run both products of a single token [1, hidden].
+    """Run both products of a single token [1, hidden], and return the weighted sum of its experts' outputs [1, hidden].
 
-    Args:
-        x: The token.
-        up: See api.py.
-        down: See api.py.
-        choice: The token's experts `chosen` [pairs] and their routing weights `factors` [pairs]; or, with `routing`,
-            the arguments `refs` of `_router.choose`.
-        num_pairs: The number of the token's experts.
-        routing: The rule by which the first product chooses the experts. None if `choice` has them.
-        activation: See api.py.
-        out_dtype: Dtype of the result.
-        config: The launch configuration.
-        interpret: Whether to run the kernels' bodies as plain JAX.
-
-    Returns:
-        The weighted sum of the experts' outputs [1, hidden].
+    `choice` has the token's experts `chosen` [pairs] and their routing weights `factors` [pairs]. With `routing`, the first
+    product chooses the experts by this rule, and `choice` has the arguments `refs` of `_router.choose`.
     """
     (_, hidden, size), (projections, activate) = down.shape, ACTIVATIONS[activation]
 
@@ -184,7 +171,6 @@ def one_token(
             grid=programs,
             inputs=inputs,
             outputs=outputs,
-            updates={},
             num_warps=product.num_warps,
             interpret=interpret,
         )

@@ -205,7 +205,6 @@ def triton(logits, bias, valid, *, routing: Routing, run: Run):
         grid=(shape[0],),
         inputs=dict(logits=logits, bias=bias, valid=valid),
         outputs=dict(chosen=jax.ShapeDtypeStruct(shape, jnp.int32), weights=jax.ShapeDtypeStruct(shape, jnp.float32)),
-        updates={},
         num_warps=1,
         interpret=run.interpret,
     )

@@ -166,7 +166,7 @@ def tiles_by_kernels(
     pairs, classes = chosen.shape[0], pt.power_of_two(experts + 1)
     block = 256 if pairs <= 1 << 16 else 512
     blocks = -(-pairs // block)
-    launch = functools.partial(pt.call, grid=(blocks,), updates={}, num_warps=8, interpret=interpret)
+    launch = functools.partial(pt.call, grid=(blocks,), num_warps=8, interpret=interpret)
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
     counts = launch(
         functools.partial(_count_kernel, experts=experts, block=block),

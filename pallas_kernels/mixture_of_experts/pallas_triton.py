@@ -206,7 +206,6 @@ class _Launch(NamedTuple):
             grid=(-(-out.shape[2] // product.columns), slots),
             inputs=dict(x=x, weights=weights, factors=factors, **pairs),
             outputs=dict(out=out),
-            updates={},
             num_warps=product.num_warps,
             num_stages=product.num_stages,
             interpret=self.interpret,

@@ -15,16 +15,9 @@ _ELEMENTS = 1 << 26
 
 
 def _weighted(outputs, chosen, weights, experts: int):
-    """Multiply the outputs of each pair by its routing weight, in float32.
+    """Multiply the outputs [tokens * top_k, hidden] of pairs by their routing weights, in float32.
 
-    Args:
-        outputs: The output of each pair, undefined for pairs without an expert. [tokens * top_k, hidden]
-        chosen: [tokens, top_k]
-        weights: [tokens, top_k]
-        experts: The number of experts.
-
-    Returns:
-        [tokens, top_k, hidden], 0 for pairs without an expert.
+    The outputs of pairs without an expert are undefined, and the results [tokens, top_k, hidden] are 0.
     """
     each = outputs.reshape(*chosen.shape, -1).astype(jnp.float32) * weights[..., None]
     exists = (chosen >= 0) & (chosen < experts)

@@ -35,16 +35,10 @@ def mask_of(rows: jax.Array, dims: Dims) -> jax.Array:
 def gated(
     gates: Any, x: jax.Array, token: jax.Array, head: jax.Array, dims: Dims, mask: jax.Array, value_dim: int
 ) -> jax.Array:
-    """Multiply attended values by the sigmoids of their gates, if there are any.
+    """Multiply attended values x [pairs, dims] by the sigmoids of their gates, if there are any.
 
-    Args:
-        gates: The gates [tokens, heads, gate_dim], of which a head's last `value_dim` are read; None without gates.
-        x: Attended values of pairs of a token and a head [pairs, dims].
-        token: Index of each pair's token [pairs].
-        head: Index of each pair's head [pairs].
-        dims: The tile of dims.
-        mask: False for elements of `x` that do not exist [pairs, dims].
-        value_dim: The number of dims of a value.
+    A pair is a token and a head. Of the gates [tokens, heads, gate_dim], a head's last `value_dim` are read. `mask` is False
+    for elements of `x` that do not exist [pairs, dims].
     """
     if gates is None:
         return x

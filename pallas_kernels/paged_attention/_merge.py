@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels.paged_attention._dims import Dims, gated, mask_of
 from pallas_kernels.paged_attention._shards import ceil
-from pallas_kernels.paged_attention._tiles import keys_of_tokens
-from pallas_kernels.rows import TokenRows
+from pallas_kernels.rows import Rows, token_rows
 
 
 class Sums(NamedTuple):
@@ -124,8 +123,7 @@ def _kernel(
 
 def merge(
     attended: dict[str, jax.Array],
-    rows: TokenRows,
-    num_computed_tokens: jax.Array,
+    rows: Rows,
     gates: jax.Array | None,
     *,
     split: int,
@@ -142,9 +140,8 @@ def merge(
         attended: `out`, the results of tokens whose keys are one split [tokens, heads, value_dim], and for the other tokens
             the `Sums` of their shards: `sums`, the `Sums.values` [slots, entries, heads, value_dim], and `tops` and
             `totals` [slots, heads, entries]. A slot has the sums of as many neighbouring shards as the smallest of `units`.
-        rows: The row of each token, and its offset in the row.
-        num_computed_tokens: Position of each row's first token. int32 [rows].
-        gates: The gates of the results, or None.
+        rows: The rows.
+        gates: See api.py.
         split: The number of positions of a split.
         shards: The number of shards of a row.
         entry: The index of each token along the axis `entries`; None if it is the token's own index. int32 [tokens].
@@ -153,14 +150,16 @@ def merge(
         unit: The one of `units` that was chosen on the device; None if `units` has one element. int32 [].
         interpret: Whether to run the kernel's body as plain JAX.
     """
-    _, _, heads, value_dim = attended["sums"].shape
-    num_tokens = rows.row.shape[0]
+    num_tokens, heads, value_dim = attended["out"].shape
+    of_token = token_rows(rows.query_start_loc, num_tokens)
+    # The number of keys that each token attends to, 0 for padding tokens.
+    num_keys = jnp.where(of_token.valid, rows.num_computed_tokens[of_token.row] + of_token.offset + 1, 0)
     of_program = _WITH_GROUPS if groups else _WITHOUT_GROUPS
     dims_of_program = min(of_program.dims, max(16, pt.power_of_two(value_dim)))
     largest_groups = pt.power_of_two(shards // max((1, *groups)))
     tokens_and_heads = max(1, of_program.elements // (largest_groups * dims_of_program))
     inputs = {name: attended[name] for name in ("sums", "tops", "totals")}
-    inputs |= dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates, entry=entry, unit=unit)
+    inputs |= dict(num_keys=num_keys, gates=gates, entry=entry, unit=unit)
     merged = pt.call(
         functools.partial(
             _kernel,
@@ -175,7 +174,6 @@ def merge(
         name="paged_attention_merge",
         grid=(-(-num_tokens * heads // tokens_and_heads), -(-value_dim // dims_of_program)),
         inputs=inputs,
-        outputs={},
         updates=dict(out=attended["out"]),
         num_warps=4,
         interpret=interpret,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.rows import TokenRows
+from pallas_kernels.rows import Rows, TokenRows
 
 
 class Tiles(NamedTuple):
@@ -27,28 +27,15 @@ class Tiles(NamedTuple):
     row_end: Int32[Array, " tiles"]
 
 
-def tiles(
-    query_start_loc: jax.Array,
-    num_computed_tokens: jax.Array,
-    num_tokens: int,
-    tile_tokens: int,
-    max_query_tokens: int | None,
-    slots: jax.Array | None = None,
-) -> Tiles:
+def tiles(rows: Rows, num_tokens: int, tile_tokens: int, slots: jax.Array | None) -> Tiles:
     """Cut each row into tiles of `tile_tokens` tokens, from its first token on; a row's last tile may be shorter.
 
-    Args:
-        query_start_loc: Index of each row's first token; the last entry is the end of the last row. int32 [rows + 1].
-        num_computed_tokens: Position of each row's first token. int32 [rows].
-        num_tokens: Number of packed tokens, padding included.
-        tile_tokens: The most tokens of a tile.
-        max_query_tokens: A bound on the number of tokens of each row, or None.
-        slots: The row of the page table that has each row's pages; None if they are in the same order. int32 [rows].
+    `num_tokens` is the number of packed tokens, padding included. For `slots` see api.py.
     """
-    num_rows = num_computed_tokens.shape[0]
-    row_length = jnp.diff(query_start_loc)
-    if max_query_tokens is not None:
-        tiles_per_row = -(-max_query_tokens // tile_tokens)
+    query_start_loc, num_computed_tokens = rows.query_start_loc, rows.num_computed_tokens
+    num_rows, row_length = rows.num_rows, jnp.diff(query_start_loc)
+    if rows.max_query_tokens is not None:
+        tiles_per_row = -(-rows.max_query_tokens // tile_tokens)
         tile = jnp.arange(num_rows * tiles_per_row, dtype=jnp.int32)
         row, offset = tile // tiles_per_row, tile % tiles_per_row * tile_tokens
     else:
@@ -65,21 +52,14 @@ def tiles(
     return Tiles(table, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset, row_end)
 
 
-def padded_indices(
-    rows: TokenRows, query_start_loc: jax.Array, tile_tokens: int, max_query_tokens: int | None
-) -> jax.Array:
+def padded_indices(rows: Rows, of_token: TokenRows, tile_tokens: int) -> jax.Array:
     """Return the index of each packed token in a layout of all `tiles` that pads each of them to `tile_tokens` tokens.
 
-    int32 [tokens]. The arguments are the same as of `tiles`.
+    int32 [tokens].
     """
-    if max_query_tokens is not None:
-        first_tile = rows.row * -(-max_query_tokens // tile_tokens)
+    if rows.max_query_tokens is not None:
+        first_tile = of_token.row * -(-rows.max_query_tokens // tile_tokens)
     else:
-        count = -(-jnp.diff(query_start_loc) // tile_tokens)
-        first_tile = (jnp.cumsum(count, dtype=jnp.int32) - count)[rows.row]
-    return first_tile * tile_tokens + rows.offset
-
-
-def keys_of_tokens(rows: TokenRows, num_computed_tokens: jax.Array) -> jax.Array:
-    """Count the keys that each packed token attends to, 0 for padding tokens. int32 [tokens]."""
-    return jnp.where(rows.valid, num_computed_tokens[rows.row] + rows.offset + 1, 0)
+        count = -(-jnp.diff(rows.query_start_loc) // tile_tokens)
+        first_tile = (jnp.cumsum(count, dtype=jnp.int32) - count)[of_token.row]
+    return first_tile * tile_tokens + of_token.offset

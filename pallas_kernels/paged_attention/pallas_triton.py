@@ -21,7 +21,7 @@ from pallas_kernels.paged_attention.config import (
     default_stages,
     possible_units,
 )
-from pallas_kernels.rows import Rows, token_rows
+from pallas_kernels.rows import Rows
 
 
 class _Tile(NamedTuple):
@@ -68,12 +68,7 @@ def unsupported(
 def _needed_bytes(config: Config, queries: int, key_dim: int, dims: int, itemsize: int) -> int:
     """Return an upper bound of the shared memory of a program in bytes, as measured in compiled kernels.
 
-    Args:
-        config: The configuration.
-        queries: The queries of a tile.
-        key_dim: Dims of a key and a query.
-        dims: Dims of a key and a value together; dims of a key alone in latent attention.
-        itemsize: Bytes of an element.
+    `dims` are the dims of a key and a value together, or of a key alone in latent attention.
     """
     blocks, probabilities, again = config.num_stages, queries * config.block, 0
     if itemsize == 4:
@@ -256,7 +251,7 @@ def paged_attention(
     kv_heads, is_prompt = keys.shape[3], max_query_tokens is None
     used = run.config or _default_config(q, max_query_tokens, value_dim, values is None)
     tile = _tile(heads // kv_heads, used, max_query_tokens)
-    cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
+    cut = tiles(rows, num_tokens, tile.tokens, slots)
     grid = kv_heads * tile.per_group, cut.table.shape[0]
     num_tiles = grid[0] * grid[1]
     shards, units = Shards(used.split, used.shares), (1,)
@@ -308,13 +303,11 @@ def paged_attention(
             tops=array((num_slots, heads, num_tokens)),
             totals=array((num_slots, heads, num_tokens)),
         ),
-        updates={},
         num_warps=used.num_warps,
         num_stages=num_stages,
         interpret=interpret,
     )
-    of_token = token_rows(rows.query_start_loc, num_tokens)
     options = dict(
         split=used.split, shards=used.shares, groups=used.groups, unit=unit, units=units, interpret=interpret
     )
-    return merge(attended, of_token, rows.num_computed_tokens, gates, **options)
+    return merge(attended, rows, gates, **options)

@@ -272,7 +272,7 @@ def paged_attention(
     num_tokens, heads, dim = q.shape
     heads_of_tile = 2 if heads // keys.shape[3] % 2 == 0 else 1
     tokens_of_tile = 2 * _QUERIES // heads_of_tile
-    cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, tokens_of_tile, None, slots)
+    cut = tiles(rows, num_tokens, tokens_of_tile, slots)
     num_tiles = cut.table.shape[0]
     ctas = default_programs(PROMPT_SHARDS.count, num_tiles * heads // heads_of_tile, is_prompt=True)
     given = dict(q=q, keys=keys, values=values, layer=jnp.reshape(rows.layer, 1), page_table=page_table)
@@ -314,7 +314,6 @@ def paged_attention(
         warpgroups=3,
         is_fast=True,
     )
-    of_token = token_rows(rows.query_start_loc, num_tokens)
-    entry = padded_indices(of_token, rows.query_start_loc, tokens_of_tile, None)
+    entry = padded_indices(rows, token_rows(rows.query_start_loc, num_tokens), tokens_of_tile)
     cut = dict(split=PROMPT_SHARDS.split, shards=PROMPT_SHARDS.count, entry=entry)
-    return merge(attended, of_token, rows.num_computed_tokens, gates, **cut, interpret=False)
+    return merge(attended, rows, gates, **cut, interpret=False)

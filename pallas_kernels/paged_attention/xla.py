@@ -27,7 +27,7 @@ def paged_attention(
     """See api.py."""
     num_tokens, heads, key_dim = q.shape
     page_size, kv_heads = keys.shape[2:4]
-    cut = tiles(rows.query_start_loc, rows.num_computed_tokens, num_tokens, _TILE, rows.max_query_tokens, slots)
+    cut = tiles(rows, num_tokens, _TILE, slots)
     lane = jnp.arange(_TILE, dtype=jnp.int32)[None]
     packed = jnp.minimum(cut.start[:, None] + lane, num_tokens - 1)
     token_position = cut.position[:, None] + lane
@@ -70,7 +70,7 @@ def paged_attention(
     out = out.transpose(0, 3, 1, 2, 4).reshape(-1, heads, value_dim)
 
     of_token = token_rows(rows.query_start_loc, num_tokens)
-    out = out.at[padded_indices(of_token, rows.query_start_loc, _TILE, rows.max_query_tokens)].get(mode="clip")
+    out = out.at[padded_indices(rows, of_token, _TILE)].get(mode="clip")
     if gates is not None:
         out = out * jax.nn.sigmoid(gates[:, :heads, -value_dim:].astype(jnp.float32))
     return jnp.where(of_token.valid[:, None, None], out, 0).astype(q.dtype)

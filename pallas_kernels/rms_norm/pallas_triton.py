@@ -60,7 +60,6 @@ def add_rms_norm(
         outputs=dict(
             total=jax.ShapeDtypeStruct(x.shape, x.dtype), normed=jax.ShapeDtypeStruct(x.shape, norm.out_dtype)
         ),
-        updates={},
         num_warps=(run.config or default_config(x.shape[1], addend.shape[0])).num_warps,
         interpret=run.interpret,
     )

@@ -38,15 +38,8 @@ def _rotate(
 ) -> None:
     """Normalise and rotate a tile of heads.
 
-    Args:
-        refs: `cos` and `sin`, and `keys` for the number of dims.
-        token: The token's index.
-        source: Maps indices of dims, [1, dims], to the reference [heads, dims] from which they are loaded.
-        target: Maps indices of dims, [1, dims], to the reference [heads, dims] to which they are stored.
-        mask: False for heads that do not exist. bool [heads, 1]
-        weight: The reference of the norm's weights, or None.
-        epsilon: Added to the mean square.
-        offset: Added to the weights.
+    `source` and `target` map indices of dims, [1, dims], to the references [heads, dims] from which they are loaded, and to
+    which they are stored. `mask` is False for heads that do not exist, bool [heads, 1].
     """
     dim, pairs = refs.keys.shape[4], 0 if refs.cos is None else refs.cos.shape[1]
     lanes = _tiles(dim, pairs)

@@ -18,15 +18,7 @@ from pallas_kernels.selective_state_update.config import default_config
 def _recurrence(
     head: jax.Array, tiles: list[Lanes], columns: Lanes, *, refs: Refs, dt_softplus: bool
 ) -> _state_rows.Recurrence:
-    """Make the recurrence of one head, for `_state_rows.advance_rows`.
-
-    Args:
-        head: The head.
-        tiles: The channels of each tile.
-        columns: The state's columns, folded into segments.
-        refs: Reads `x`, `dt`, `A`, `B`, `C`, `D`, `z` and `dt_bias`.
-        dt_softplus: Whether a softplus is applied to `dt`.
-    """
+    """Make the recurrence of one head, for `_state_rows.advance_rows`. It reads the arrays of `StateSpace`."""
     column, column_inside = columns
     group = head // (refs.pool.shape[2] // refs.B.shape[1])
 

@@ -76,7 +76,6 @@ def decays(inputs: StateSpace, chunks: Chunks, *, dt_softplus: bool, interpret: 
         grid=(heads, num_chunks),
         inputs=dict(dt=inputs.dt, A=inputs.A, dt_bias=inputs.dt_bias, cu_chunk_seqlens=chunks.cu_chunk_seqlens),
         outputs=dict(factors=jax.ShapeDtypeStruct((heads, num_chunks, len(Factors()), size), jnp.float32)),
-        updates={},
         num_warps=1,
         interpret=interpret,
     )["factors"]

@@ -118,7 +118,6 @@ def state_copy(
         name=name,
         grid=(max(min(config.programs // batch_rows, layers * tiles), 1), batch_rows),
         inputs=dict(source=source, destination=destination, window_row=window_row),
-        outputs={},
         updates=dict(pool=view),
         num_warps=config.num_warps,
         interpret=run.interpret,

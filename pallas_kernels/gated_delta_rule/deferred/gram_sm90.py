@@ -100,10 +100,10 @@ def store_gram(
 
     Args:
         index: 0 for the group of the row's base, and 1 for the next one.
-        inputs: The inputs.
-        group: The group.
+        inputs: The inputs of the head.
+        group: The indices of the row in the group.
         options: The op's options.
-        results: The results. `x`, `fold` and the fold's factors are stored for group 0 only.
+        results: Receives the results. `x`, `fold` and the fold's factors are stored for group 0 only.
         folds: Whether the fold's keys are needed.
         keeps_keys: Whether the keys of the row's tokens are stored. One CTA for each key head stores them.
         keeps_decays: Whether their log decays are stored. One CTA for each value head stores them.
@@ -269,16 +269,9 @@ class _Threads:
                     hp.store_words(to, words, 2 * _KEYS * n)
 
     def store_row(self, ref: Any, row_bytes: int, row: Any, slices: Sequence[Sequence[Any]], exists: Any) -> None:
-        """Store this lane's slices of a row of a swizzled array, or 0.
+        """Store this lane's slices of a row, four words each, in a swizzled array, or 0 for a row that does not exist.
 
-        The swizzle of a row's groups of 16 bytes depends on the row's index among eight.
-
-        Args:
-            ref: The array.
-            row_bytes: The bytes of a row of a tile.
-            row: The row.
-            slices: The slices, four words each.
-            exists: Whether the row has elements. If not, 0 is stored.
+        The swizzle of a row's groups of 16 bytes depends on the row's index among eight. Tiles have rows of `row_bytes`.
         """
         per_row = row_bytes // 16
         in_tile = row & 7

@@ -150,17 +150,9 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, option
     def coefficients(
         x: list[jax.Array], group: _Group, inside: jax.Array, token: jax.Array, slot: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Compute each vector's coefficients of the corrections and of the state at base, and store the new entries.
+        """Compute the coefficients of vectors x, by tiles of keys, of which `inside` exist, and store the new entries.
 
-        Args:
-            x: The vectors, by tiles of keys.
-            group: The entries of the vectors' group.
-            inside: Which vectors exist, [vectors].
-            token: Their tokens.
-            slot: The slots of their tokens in the group.
-
-        Returns:
-            The factors of the corrections [vectors, group_slots], of the state, and, for keys, of their own correction.
+        Returns the factors of the corrections [vectors, group_slots], of the state, and, for keys, of their own correction.
         """
         store_entries(group)
         factor = jnp.where(is_key, 1.0, options.scale)

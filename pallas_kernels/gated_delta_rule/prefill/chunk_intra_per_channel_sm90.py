@@ -92,13 +92,9 @@ def kernel(refs, *, options: Options):
         return [jnp.exp2(exponents[:, n * KEYS : (n + 1) * KEYS]) for n in tiles]
 
     def products(half, n, backwards, fetch_next):
-        """Return the products of keys, and of queries, with earlier keys, over a tile of keys, decayed over a span.
+        """Return the products of keys, and of queries, with earlier keys, over tile n of the keys, decayed over a span.
 
-        Args:
-            half: The index of the head in the pair.
-            n: The index of the tile.
-            backwards: Whether earlier keys are decayed backwards, and not like the later ones.
-            fetch_next: Fetches the next level's span, if this is the level's last tile.
+        Earlier keys are decayed like the later ones, or backwards. `fetch_next` fetches the next level's span.
         """
         exponent = sums(keys_of(n), KEYS)
         hp.commit_smem()  # no warp still multiplies by the last span or operands

@@ -22,14 +22,7 @@ _AT = Factors()
 
 
 def load_pair(refs, key_head, pair, bounds):
-    """Load the gates of two value heads, see `load_gates`. If there is one, it is loaded twice.
-
-    Args:
-        refs: The inputs by name.
-        key_head: Their key head.
-        pair: The index of the pair among the key head's pairs.
-        bounds: The chunk's first token, and the token after its last one.
-    """
+    """Load the gates of a pair of value heads of a key head, see `load_gates`. If there is one, it is loaded twice."""
     start, end = bounds
     heads = [_head_of(refs, key_head, pair, half)[0] for half in (0, 1)]
     return load_gates(refs.g, refs.beta, start, end - start, heads)
@@ -48,9 +41,9 @@ def make_products(refs, own, chunk, key_head, bounds, gates, options: Options):
     Args:
         refs: The inputs and outputs by name, see `outputs`.
         own: The warpgroup's SMEM and barriers by name, see `of_warpgroup`.
-        chunk: The chunk, which has tokens.
+        chunk: The chunk.
         key_head: The key head.
-        bounds: The chunk's first token, and the token after its last one.
+        bounds: The chunk's first token, and the token after its last one. It has tokens.
         gates: The result of `load_pair` for the first two value heads.
         options: The op's options.
     """

@@ -16,14 +16,8 @@ from pallas_kernels.gated_delta_rule.config import PrefillConfig
 def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout, interpret: bool) -> None:
     """Handle one row, value head and tile of value dims. The state is a tile [keys, values] in registers.
 
-    Args:
-        refs: Reads `v`, `layer`, `query_start_loc`, `cu_chunk_seqlens`, `first_chunk`, `read_block`, `write_block`,
-            `checkpoint_offset`, `checkpoint_block`, `solve`, `attention`, `decay`, and either `q`, `k` and `scales` or,
-            if decays are per key channel, `q_before`, `k_before` and `k_after`. Updates `pool` and writes `out`.
-        size: The chunk size.
-        config: The launch configuration.
-        layout: The layout of the states in the pool.
-        interpret: Whether the kernel runs as plain JAX.
+    Reads `v`, the rows, `solve`, `attention`, `decay`, and either `q`, `k` and `scales` or, if decays are per key channel,
+    `q_before`, `k_before` and `k_after`. Updates `pool` and writes `out`. A chunk has up to `size` tokens.
     """
     tokens, value_heads, value_dim = refs.v.shape
     _, key_heads, key_dim = refs.k.shape

@@ -78,15 +78,9 @@ def chunk_states(
 ) -> None:
     """Run the queue's entries until it is empty, by three warpgroups.
 
-    The copying warpgroup takes the next entry while the others still compute the one before.
-
-    Args:
-        refs: As in chunk_states_64_sm90.py.
-        memory: As in chunk_states_64_sm90.py.
-        work: All pairs of tiles of value dims of all heads.
-        queue: The number of entries that CTAs have taken: one of `hp.semaphores`.
-        layout: As in chunk_states_64_sm90.py.
-        wait_for_products: As in chunk_states_64_sm90.py.
+    The copying warpgroup takes the next entry while the others still compute the one before. An entry of `work` is a pair of
+    tiles of value dims of a head, and `queue` is the number of entries that CTAs have taken: one of `hp.semaphores`. The
+    other arguments are those of chunk_states_64_sm90.py.
     """
     others = memory[0][-1]
     entry, states = others["work_entry"], others["states"]

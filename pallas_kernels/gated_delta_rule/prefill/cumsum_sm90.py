@@ -38,17 +38,10 @@ class Factors(NamedTuple):
 
 
 def load_gates(g: Any, beta: Any, start: Any, count: Any, heads: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    """Load the log decays and correction strengths of a chunk for two heads, by one warpgroup.
+    """Load the log decays and correction strengths of `count` tokens from `start` on for two heads, by one warpgroup.
 
-    Args:
-        g: Log decays, float32 [tokens, heads], in GMEM.
-        beta: Correction strengths, float32 [tokens, heads], in GMEM.
-        start: The chunk's first token.
-        count: The number of its tokens.
-        heads: The two heads.
-
-    Returns:
-        Both, float32 [2 * 64] in the layout `spread`, 0 for rows of the tile without a token.
+    Both arrays are float32 [tokens, heads], in GMEM. The results are float32 [2 * 64] in the layout `spread`, 0 for rows of
+    the tile without a token.
     """
 
     def body(g: Any, beta: Any, start: Any, count: Any, head: Any, other_head: Any) -> Any:

@@ -23,17 +23,10 @@ class Head:
     def __init__(
         self, refs: Any, memory: Any, row: PrefillRow, head: Any, layer: Any, read: Any, layout: StateLayout
     ) -> None:
-        """Gather the references of the head.
+        """Gather the references of the value head `head`, whose state before the row is in the block `read`.
 
-        Args:
-            refs: The inputs, the pool, the outputs and barriers, by name.
-            memory: The views of SMEM. The first has tokens for copies, and a dict of everything else by name. The second has
-                tokens for tensor cores.
-            row: The row.
-            head: The index of the value head.
-            layer: The layer of the pool that has the row's states.
-            read: The block of the state before the row.
-            layout: The layout of the states in the pool.
+        `refs` has the inputs, the pool, the outputs and barriers, by name. Of the views of SMEM in `memory`, the first has
+        tokens for copies, and a dict of everything else by name. The second has tokens for tensor cores.
         """
         (self.token_rows, others), (self.token_tiles,) = memory
         self.refs, self.head, self.layout = SimpleNamespace(**vars(refs), **others), head, layout

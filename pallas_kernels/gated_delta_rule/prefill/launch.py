@@ -73,7 +73,6 @@ def multiply(
         inputs=dict(q=q, k=k, g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
         | (dict(spans=decay_spans(size, last_block(outputs["k_before"]))) if per_channel else {}),
         outputs=outputs,
-        updates={},
         num_warps=config.products_warps,
         interpret=interpret,
     )
@@ -90,7 +89,6 @@ def invert(
         grid=system.shape[:2],
         inputs=dict(beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens, system=system),
         outputs=outputs,
-        updates={},
         num_warps=1,
         interpret=interpret,
     )["solve"]

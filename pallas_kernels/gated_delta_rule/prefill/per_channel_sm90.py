@@ -22,13 +22,7 @@ from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import (
 
 
 def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout) -> tuple[jax.Array, jax.Array]:
-    """Launch the kernel.
-
-    Args:
-        inputs: The inputs of `states` in chunk_states.py, by name.
-        pool: The states.
-        layout: The layout of the states in the pool.
-    """
+    """Launch the kernel, on the inputs of `states` in chunk_states.py, by name."""
     v, key_dim, terms = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
     rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
     chosen = variants(rows, value_heads, value_dim)

@@ -143,12 +143,7 @@ def _load_block(system: Any, half: Any, lane: Any, row: Any, column: Any) -> lis
 def _indices(of_row: Any, row_half: int, row: Any, of_column: Any, column: Any) -> list[Any]:
     """Return the indices in SMEM of an element of a swizzled system, without the system's own index.
 
-    Args:
-        of_row: The index of the block's row of blocks.
-        row_half: The half of the block's rows that has the element, 0 or 1.
-        row: The row in that half.
-        of_column: The index of the block's column of blocks.
-        column: The column in the block.
+    The element is in the block (of_row, of_column), in row `row` of the half `row_half` of its rows, and in column `column`.
     """
     in_tile = (of_column & (_OF_TILE - 1)) * (_BLOCK // _VECTOR)
     group = (column >> 2) + in_tile

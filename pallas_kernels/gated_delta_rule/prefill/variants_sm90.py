@@ -57,17 +57,10 @@ def chunk_states(
     begin: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> None:
-    """Run a CTA of a variant.
+    """Run a CTA of a variant, which is the CTA `cta` of those that run the recurrence.
 
-    Args:
-        variant: The variant's module.
-        refs: See chunk_states_64_sm90.py.
-        memory: See chunk_states_64_sm90.py.
-        work: The work queue of this variant.
-        cta: The CTA's index among the CTAs that run the recurrence. In the first variant it runs this entry.
-        queue: The counter from which CTAs of the second variant take entries, see chunk_states_128_sm90.py.
-        begin: See chunk_states_64_sm90.py. In the second variant no CTA computes products before the recurrence.
-        **options: The arguments that both variants take.
+    In the first variant it runs the entry `cta` of `work`, and calls `begin` first. In the second variant, in which no CTA
+    computes products before the recurrence, it takes entries from `queue`.
     """
     if variant is chunk_states_128_sm90:
         chunk_states_128_sm90.chunk_states(refs, memory, work, queue, **options)
@@ -76,13 +69,7 @@ def chunk_states(
 
 
 def selects_first(query_start_loc: Any, rows: int, ctas: int) -> jax.Array:
-    """Return whether a launch with both variants runs the first one, in a kernel.
-
-    Args:
-        query_start_loc: Index of each row's first token, in GMEM.
-        rows: The number of rows.
-        ctas: The number of CTAs of a row in the first variant.
-    """
+    """Return whether a launch with both variants runs the first one, with `ctas` CTAs for each of `rows` rows."""
     starts = [query_start_loc[row] for row in range(rows + 1)]
     longest = functools.reduce(jnp.maximum, [stop - start for start, stop in itertools.pairwise(starts)])
     return (starts[-1] - starts[0]) * ctas <= SMS * longest

@@ -51,11 +51,9 @@ def store_entry(fields: Any, entry: Any, first: int) -> None:
 
 
 def take(queue: Any, ticket: Any) -> None:
-    """Take the next entry of a queue, by one warpgroup.
+    """Take the next entry of a queue, by one warpgroup, and store its index in an int32 array in SMEM, as the first element.
 
-    Args:
-        queue: The number of entries that CTAs have taken: one of `hp.semaphores`.
-        ticket: Receives the entry's index as its first element. An int32 array in SMEM.
+    The queue is the number of entries that CTAs have taken: one of `hp.semaphores`.
     """
 
     def body(queue: Any, ticket: Any) -> None:

@@ -53,14 +53,9 @@ class Factors(NamedTuple):
 
 
 def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> None:
-    """Handle one row and some heads of a group.
+    """Handle one row and some heads of a group, with `vectors` tokens in a tile.
 
-    Args:
-        refs: Reads the arguments of `coefficients`, updates `ring_x`, `ring_B`, `ring_dt` and `ring_g`, and writes the
-            other results of `coefficients`.
-        vectors: The number of tokens in a tile.
-        dt_softplus: Whether a softplus is applied to `dt`.
-        interpret: Whether the kernel runs as plain JAX.
+    Reads the arguments of `coefficients`, updates the ring, and writes the other results.
     """
     heads, ring_slots, head_dim = refs.ring_x.shape[2:]
     groups, _, state_dim = refs.ring_B.shape[2:]

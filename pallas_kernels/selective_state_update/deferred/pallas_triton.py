@@ -45,13 +45,7 @@ class _Group(NamedTuple):
 def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_softplus: bool, interpret: bool) -> None:
     """Handle one row, head and block of channels.
 
-    Args:
-        refs: Reads the arguments of `selective_state_deferred`, updates `pool`, `ring_x`, `ring_B`, `ring_dt` and
-            `ring_g`, and writes `out`.
-        max_query_tokens: The largest number of tokens of a row.
-        config: The launch configuration.
-        dt_softplus: Whether a softplus is applied to `dt`.
-        interpret: Whether the kernel runs as plain JAX.
+    Reads the arguments of `selective_state_deferred`, updates `pool` and the ring, and writes `out`.
     """
     tokens, rows = refs.xBC.shape[0], refs.slot.shape[0]
     heads, ring_slots, head_dim = refs.ring_x.shape[2:]
