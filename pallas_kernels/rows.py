@@ -52,6 +52,25 @@ class BoundaryWindow(Arguments):
 class Fold(Arguments):
     """The slots, bases and folds of decode and verify rows with deferred states.
 
+    Ops of deferred states write a state only where a group of tokens ends. Instead of a state after each token they keep an
+    entry for each token in a ring. Positions are cut into groups of L tokens, at the multiples of L, and a ring has 2 L ring
+    slots. A row has its state at position `base` in the block `Rows.read`, and the entries of the positions from base to its
+    own position - 1 in the ring of its slot, position i in ring slot i mod 2 L. Its own position is its
+    `Rows.num_computed_tokens`. Let E = (base // L + 1) * L be the end of base's group. The row adds the entries of its own
+    tokens and then
+
+    - if position >= E, it folds the group: the state at position E is written to `block` and used by the row's tokens. The
+      caller's next `base` is E.
+    - if position < E, nothing is written to the pool. Tokens from E on use the same fold, which is not kept, because some
+      of its entries may be drafts. `base` remains.
+
+    To reject drafts, the caller gives a smaller position to the next call. Nothing is moved. A row whose position is at
+    least E folds even if it has no tokens, if `block` is not NULL_BLOCK. All other rows without tokens take no part. The
+    blocks of rows that do not fold are not touched.
+
+    A row's position is at least `base`, and its last token must be before position E + L. That holds if every call since
+    `base` had at most `Rows.max_query_tokens` tokens per row, and 2 * max_query_tokens - 2 < L.
+
     Attributes:
         slot: The slot of each row, whose ring it reads and writes. Two rows with tokens have different slots.
         base: The position of the state in the block `Rows.read`: the number of tokens that it has read.

@@ -110,7 +110,7 @@ def test_every_wrong_argument_is_refused_by_its_name(name):
 def test_a_field_that_the_docstring_names_is_needed(name):
     """An op refuses rows that lack one of these fields, by its name, and reads no other field."""
     text = inspect.getdoc(OPS[name])
-    named = text[text.index("    rows: The rows, with ") :].split(".")[0]
+    named = text[re.search(r"rows,\s+with ", text).start() :].split(".")[0]
     assert {*needed(OPS[name])} == {"layer", *re.findall(r"`(\w+)`", named)}
 
 

@@ -35,27 +35,13 @@ def gated_delta_rule_deferred(
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool, DeltaRuleEntries]:
     """Run the gated delta rule over decode and verify rows, and write a state only where a group of tokens ends.
 
-    It computes the recurrence of `gated_delta_rule_update`, which has the equations, with a decay per head. Instead of a
-    state after each token it keeps an entry for each token in a ring. Positions are cut into groups of L = ring_slots
-    // 2 tokens, at the multiples of L. With the raw key k, its factor n = 1 / sqrt(sum(k^2) + 1e-6) and the correction c
-    = beta * (v - S (n k)), an entry is (k, u, g) where u = n c::
+    It computes the recurrence of `gated_delta_rule_update`, which has the equations, with a decay per head, and keeps an
+    entry for each token in a ring instead of a state: see `Fold`, which says what a row reads and writes. With the raw key
+    k, its factor n = 1 / sqrt(sum(k^2) + 1e-6) and the correction c = beta * (v - S (n k)), an entry is (k, u, g) where
+    u = n c::
 
         S[p] = exp(g[base] + .. + g[p - 1]) S[base]
              + the sum over base <= i < p of exp(g[i + 1] + .. + g[p - 1]) u[i] k[i]^T
-
-    A row has its state S at position `fold.base` in `read`, and the entries of the positions from base to position - 1
-    in the ring of its slot, position i in ring slot i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The
-    row adds the entries of its own tokens and then
-
-    - if position >= E, it folds the group: S at position E is written to `fold.block` and used by the row's tokens. The
-      caller's next `base` is E.
-    - if position < E, nothing is written to the pool. Tokens from E on use the same fold, which is not kept, because some
-      of its entries may be drafts. `base` remains.
-
-    To reject drafts, the caller gives a smaller position to the next call. Nothing is moved.
-
-    A row whose position is at least E folds even if it has no tokens, if `fold.block` is not NULL_BLOCK. All other rows
-    without tokens take no part.
 
     Numerics: sums are float32. A state is rounded to the pool's dtype by a fold, and u to the ring's dtype before it is
     used. Every sum over a group has the order of the group's positions. So a state at a multiple of L and the output of
@@ -77,10 +63,7 @@ def gated_delta_rule_deferred(
         pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
             otherwise, as the arrays of the ring are.
         ring: The entries of all slots.
-        rows: The rows, with `read`, `num_computed_tokens`, `fold` and `max_query_tokens`. A row's position, its
-            `num_computed_tokens`, is at least `fold.base`, and its last token must be before position E + L. That holds if
-            every call since `base` had at most `max_query_tokens` tokens per row. The blocks of rows that do not fold are
-            not touched.
+        rows: The rows, with `read`, `num_computed_tokens`, `fold` and `max_query_tokens`.
         gates: Which gates the model has.
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first. If not, n is 1.

@@ -30,27 +30,12 @@ def selective_state_deferred(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Pool, Mamba2Entries]:
     """Run Mamba-2's recurrence over decode and verify rows, and write a state only where a group of tokens ends.
 
-    It computes the recurrence of `selective_state_update`, which has the equations. Instead of a state after each token it
-    keeps an entry for each token in a ring. Positions are cut into groups of L = ring_slots // 2 tokens, at the multiples
-    of L. An entry is (x, B, dt, g), where dt is the step size after bias and softplus, and g = A dt. For one head::
+    It computes the recurrence of `selective_state_update`, which has the equations, and keeps an entry for each token in a
+    ring instead of a state: see `Fold`, which says what a row reads and writes. An entry is (x, B, dt, g), where dt is the
+    step size after bias and softplus, and g = A dt. For one head::
 
         S[p] = exp(g[base] + .. + g[p - 1]) S[base]
              + the sum over base <= i < p of exp(g[i + 1] + .. + g[p - 1]) dt[i] x[i] B[i]^T
-
-    Let position be the row's `num_computed_tokens`, and slot, base and block the fields of its `fold`. A row has its
-    state S at position base in the block `read`, and the entries of the positions from base to position - 1 in the ring
-    of its slot, position i in ring slot i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The row adds
-    the entries of its own tokens and then
-
-    - if position >= E, it folds the group: S at position E is written to the block `fold.block` and used by the row's
-      tokens. The caller's next base is E.
-    - if position < E, nothing is written to the pool. Tokens from E on use the same fold, which is not kept, because some
-      of its entries may be drafts. The base remains.
-
-    To reject drafts, the caller gives a smaller position to the next call. Nothing is moved.
-
-    A row whose position is at least E folds even if it has no tokens, if its `fold.block` is not NULL_BLOCK. All other rows
-    without tokens take no part. The blocks of rows that do not fold are not touched.
 
     Numerics: sums are float32. Entries are exact, and a state is rounded to the pool's dtype by a fold. Every sum over a
     group has the order of the group's positions. So a state at a multiple of L and the output of an accepted token
@@ -70,9 +55,7 @@ def selective_state_deferred(
         pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
             otherwise, as the four arrays of the ring are.
         ring: The entries of all layers and slots.
-        rows: The rows, with `read`, `num_computed_tokens`, `fold` and `max_query_tokens`. `num_computed_tokens` is at least
-            `fold.base`. A row's last token must be before position E + L. That holds if every call since its base had at
-            most `max_query_tokens` tokens per row.
+        rows: The rows, with `read`, `num_computed_tokens`, `fold` and `max_query_tokens`.
         D: Skip connection, per head, or None.
         dt_bias: Bias that is added to `dt` before the softplus, per head, or None.
         dt_softplus: Whether a softplus is applied to `dt`.
