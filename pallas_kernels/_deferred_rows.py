@@ -1,15 +1,36 @@
-"""The loop over rows and tokens of the XLA implementations of deferred states."""
+"""What ops of deferred states share: the rings of entries, and the loop over rows and tokens of XLA implementations."""
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._check import Arguments
 from pallas_kernels.blocks import NULL_BLOCK, read_blocks, write_blocks
 from pallas_kernels.rows import Rows
 
 Rings = tuple[jax.Array, ...]
+
+
+class RingEntries(Arguments):
+    """The base of dataclasses whose fields are the arrays of a ring. Kernels name the array `x` of a ring `ring_x`."""
+
+    @property
+    def by_name(self) -> dict[str, jax.Array]:
+        """The arrays by their names in kernels."""
+        return {f"ring_{field.name}": getattr(self, field.name) for field in dataclasses.fields(cast(Any, self))}
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The arrays in the order of the fields."""
+        return tuple(self.by_name.values())
+
+    @classmethod
+    def of(cls, results: Mapping[str, jax.Array]) -> Self:
+        """Take the arrays from a kernel's results by these names."""
+        return cls(**{field.name: results[f"ring_{field.name}"] for field in dataclasses.fields(cast(Any, cls))})
 
 
 def run_rows(

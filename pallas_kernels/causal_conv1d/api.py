@@ -10,7 +10,7 @@ from pallas_kernels._check import check_layout, checked, require, sizes_of
 from pallas_kernels._run_op import run_op
 from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.causal_conv1d import pallas_triton, xla
-from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
+from pallas_kernels.causal_conv1d.config import Config, Options, PrefillConfig
 from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 
@@ -107,9 +107,7 @@ def causal_conv1d_update(
             run,
             xla=xla.causal_conv1d_update,
             triton=pallas_triton.causal_conv1d_update,
-            activation=activation,
-            parts=sizes,
-            layout=layout,
+            options=Options(activation, sizes, layout),
         )
     if outs is None or not has_tokens:
         outs = tuple(jnp.zeros((x.shape[0], size), x.dtype) for size in sizes)
@@ -154,8 +152,6 @@ def causal_conv1d_prefill(
             run,
             xla=xla.causal_conv1d_prefill,
             triton=pallas_triton.causal_conv1d_prefill,
-            activation=activation,
-            parts=sizes,
-            layout=layout,
+            options=Options(activation, sizes, layout),
         )
     return (outs[0] if parts is None else outs), pool

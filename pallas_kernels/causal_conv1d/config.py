@@ -1,9 +1,23 @@
-"""Launch configurations of causal_conv1d's kernels."""
+"""Launch configurations of causal_conv1d's kernels, and the static arguments of its implementations."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pallas_kernels._check import LaunchConfig
 from pallas_kernels.blocks import WindowLayout
+
+
+class Options(NamedTuple):
+    """The static arguments. `causal_conv1d_update` describes them."""
+
+    activation: str | None
+    parts: tuple[int, ...]
+    layout: WindowLayout
+
+    @property
+    def axis(self) -> int:
+        """The axis of the pool that has the rows of a window."""
+        return 2 if self.layout == "SD" else 3
 
 
 @dataclass(frozen=True)

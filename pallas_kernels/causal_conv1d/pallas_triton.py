@@ -8,7 +8,7 @@ apart, but all rows of a channel share a sector of the cache, so only the first 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._math import silu
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import NULL_BLOCK, WindowLayout
-from pallas_kernels.causal_conv1d.config import default_config, default_prefill_config
+from pallas_kernels.causal_conv1d.config import Options, default_config, default_prefill_config
 from pallas_kernels.dispatch import Run
 from pallas_kernels.rows import Rows
 
@@ -55,16 +55,14 @@ def _output(
     return activate(y) if activate else y
 
 
-def _update_kernel(
-    refs: Refs, *, tile: int, activation: str | None, parts: Sequence[int], layout: WindowLayout
-) -> None:
+def _update_kernel(refs: Refs, *, tile: int, options: Options) -> None:
     """Run one row and tile of channels.
 
     Reads all inputs of `call` below, updates `pool` and writes the outputs `part0`, `part1`, ..
     """
     tokens, channels = refs.x.shape
     rows, width = refs.read_block.shape[0], refs.weight.shape[0]
-    longest = refs.pool.shape[2 if layout == "SD" else 3] - (width - 2)
+    parts, layout, longest = options.parts, options.layout, refs.pool.shape[options.axis] - (width - 2)
     channel, inside = pt.lanes(pt.program_id(0), tile, channels)
     program = pt.program_id(1)
     # Everything that addresses depend on is loaded here, before any branch, so that the loads share one trip to memory.
@@ -107,7 +105,7 @@ def _update_kernel(
             keep = live & (write != NULL_BLOCK) & (j < width - 2 + end - start)
             pt.store(_window_row_at(refs, layout, layer, write, jnp.int32(j), channel), value, mask=keep)
         for t in range(longest):
-            y = _output(inputs[t : t + width], taps, bias, silu if activation == "silu" else None)
+            y = _output(inputs[t : t + width], taps, bias, silu if options.activation == "silu" else None)
             store(start + t, y, inside & (start + t < end))
 
     # The tokens after the last row belong to no row. The program with the token's index writes zeros.
@@ -117,21 +115,12 @@ def _update_kernel(
 
 
 def causal_conv1d_update(
-    x: jax.Array,
-    pool: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    rows: Rows,
-    *,
-    activation: str | None,
-    parts: tuple[int, ...],
-    layout: WindowLayout,
-    run: Run,
+    x: jax.Array, pool: jax.Array, weight: jax.Array, bias: jax.Array | None, rows: Rows, *, options: Options, run: Run
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Launch the update kernel. See api.py."""
-    config = run.config or default_config(layout)
+    config = run.config or default_config(options.layout)
     results = pt.call(
-        functools.partial(_update_kernel, tile=config.tile, activation=activation, parts=parts, layout=layout),
+        functools.partial(_update_kernel, tile=config.tile, options=options),
         name="causal_conv1d_update",
         grid=(-(-x.shape[1] // config.tile), max(x.shape[0], rows.num_rows)),
         inputs=dict(
@@ -146,7 +135,7 @@ def causal_conv1d_update(
             boundary_row=None if rows.boundary is None else rows.boundary.row,
             boundary_block=None if rows.boundary is None else rows.boundary.block,
         ),
-        outputs=pt.part_shapes(x.shape[0], parts, x.dtype),
+        outputs=pt.part_shapes(x.shape[0], options.parts, x.dtype),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
         interpret=run.interpret,
@@ -155,22 +144,13 @@ def causal_conv1d_update(
     return tuple(results.values()), pool
 
 
-def _prefill_kernel(
-    refs: Refs,
-    *,
-    tile: int,
-    block: int,
-    activation: str | None,
-    parts: Sequence[int],
-    layout: WindowLayout,
-    interpret: bool,
-) -> None:
+def _prefill_kernel(refs: Refs, *, tile: int, block: int, options: Options, interpret: bool) -> None:
     """Run one row's beginning, or one block of tokens, for a tile of channels.
 
     Updates `pool` and writes the outputs `part0`, `part1`, ..
     """
     tokens, rows, (width, channels) = refs.x.shape[0], refs.read_block.shape[0], refs.weight.shape
-    activate = functools.partial(pt.silu, interpret=interpret) if activation == "silu" else None
+    activate = functools.partial(pt.silu, interpret=interpret) if options.activation == "silu" else None
     channel, inside = pt.lanes(pt.program_id(0), tile, channels)
     # The first programs have a row each. They do everything that needs the row's initial window: they run the row's
     # first width-1 tokens and keep its windows. The other programs have a block of packed tokens each. They load
@@ -199,7 +179,7 @@ def _prefill_kernel(
         # One thread handles all rows of a channel and reads the row's block before it writes any block. The read block
         # and the written blocks may therefore be the same.
         def old(j):
-            return _window_row_at(refs, layout, layer, read, window_row + j, channel)
+            return _window_row_at(refs, options.layout, layer, read, window_row + j, channel)
 
         history = [_load(old(j), inside & is_row & (read != NULL_BLOCK)) for j in range(width - 1)]
 
@@ -211,7 +191,7 @@ def _prefill_kernel(
             for j, (token, value) in enumerate(zip(at, window, strict=True)):
                 for k, u in enumerate(history):
                     value = jnp.where(token == k - (width - 1), u, value)
-                pt.store(_window_row_at(refs, layout, layer, block, jnp.int32(j), channel), value, mask=mask)
+                pt.store(_window_row_at(refs, options.layout, layer, block, jnp.int32(j), channel), value, mask=mask)
 
         def checkpoint(n, _):
             keep(refs.checkpoint_offset[row, n], refs.checkpoint_block[row, n])
@@ -236,28 +216,18 @@ def _prefill_kernel(
             of_row = is_row & (token < end) & (t < width - 1)
             live = inside & (of_row | ~is_row & (past_first | (token >= total)) & (token < tokens))
             y = jnp.where(token < total, y, 0.0).astype(refs.x.dtype)
-            for ref, index, inside_part in pt.parts(refs, parts, channel):
+            for ref, index, inside_part in pt.parts(refs, options.parts, channel):
                 pt.store(ref.at[token, index], y, mask=live & inside_part)
 
 
 def causal_conv1d_prefill(
-    x: jax.Array,
-    pool: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    rows: Rows,
-    *,
-    activation: str | None,
-    parts: tuple[int, ...],
-    layout: WindowLayout,
-    run: Run,
+    x: jax.Array, pool: jax.Array, weight: jax.Array, bias: jax.Array | None, rows: Rows, *, options: Options, run: Run
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Launch the prefill kernel. See api.py."""
-    config = run.config or default_prefill_config(layout)
+    config = run.config or default_prefill_config(options.layout)
     block = max(config.block, weight.shape[0] - 1)
-    options = dict(activation=activation, parts=parts, layout=layout, interpret=run.interpret)
     results = pt.call(
-        functools.partial(_prefill_kernel, tile=config.tile, block=block, **options),
+        functools.partial(_prefill_kernel, tile=config.tile, block=block, options=options, interpret=run.interpret),
         name="causal_conv1d_prefill",
         grid=(-(-weight.shape[1] // config.tile), rows.num_rows + -(-x.shape[0] // block)),
         inputs=dict(
@@ -271,7 +241,7 @@ def causal_conv1d_prefill(
             write_block=rows.write[:, 0],
             **rows.checkpoint_inputs,
         ),
-        outputs=pt.part_shapes(x.shape[0], parts, x.dtype),
+        outputs=pt.part_shapes(x.shape[0], options.parts, x.dtype),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
         interpret=run.interpret,

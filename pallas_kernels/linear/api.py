@@ -10,7 +10,7 @@ from pallas_kernels._check import checked, dtype_of, require, sizes_of
 from pallas_kernels._run_op import run_op
 from pallas_kernels.dispatch import Run
 from pallas_kernels.linear import pallas_triton, xla
-from pallas_kernels.linear.config import MAX_TOKENS, Config, default_config
+from pallas_kernels.linear.config import MAX_TOKENS, Config, Options, default_config
 
 
 @checked
@@ -70,9 +70,7 @@ def linear(
         xla=xla.linear,
         triton=pallas_triton.linear,
         unsupported=pallas_triton.unsupported(x),
-        is_gated=is_gated,
-        parts=parts,
-        out_dtype=dtype,
+        options=Options(is_gated, parts, dtype),
     )
 
 

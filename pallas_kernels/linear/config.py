@@ -1,8 +1,10 @@
-"""Launch configuration of linear's kernel."""
+"""Launch configuration of linear's kernel, and the static arguments of its implementations."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from pallas_kernels import device
 from pallas_kernels._check import LaunchConfig
@@ -10,6 +12,14 @@ from pallas_kernels._check import LaunchConfig
 # A product of more tokens is bound by arithmetic, and XLA's own is faster.
 MAX_TOKENS = 64
 _PROGRAMS = 264  # two for each of an H200's SMs
+
+
+class Options(NamedTuple):
+    """The static arguments of `linear`, which describes them."""
+
+    is_gated: bool
+    parts: tuple[int, ...]
+    out_dtype: np.dtype
 
 
 @dataclass(frozen=True)

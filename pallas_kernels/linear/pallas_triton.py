@@ -11,7 +11,7 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
 from pallas_kernels.dispatch import Run
 from pallas_kernels.linear import _one_token, xla
-from pallas_kernels.linear.config import Config, default_config
+from pallas_kernels.linear.config import Config, Options, default_config
 
 
 def unsupported(x: jax.Array) -> str | None:
@@ -97,23 +97,16 @@ def _sums(x: jax.Array, weight: jax.Array, config: Config, *, is_gated: bool, in
 
 
 def linear(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    *,
-    is_gated: bool,
-    parts: tuple[int, ...],
-    out_dtype: jnp.dtype,
-    run: Run,
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, options: Options, run: Run
 ) -> tuple[jax.Array, ...]:
     """See api.py."""
-    config = run.config or default_config(x, weight, is_gated=is_gated)
+    config = run.config or default_config(x, weight, is_gated=options.is_gated)
     if config.shares > 1:
-        sums = _sums(x, weight, config, is_gated=is_gated, interpret=run.interpret)
+        sums = _sums(x, weight, config, is_gated=options.is_gated, interpret=run.interpret)
         total = functools.reduce(operator.add, [sums[split] for split in range(config.shares)])
-        return xla.finish(total, bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
-    outputs = pt.part_shapes(x.shape[0], parts, out_dtype)
-    results = _launch(x, weight, bias, outputs, config=config, is_gated=is_gated, interpret=run.interpret)
+        return xla.finish(total, bias, options)
+    outputs = pt.part_shapes(x.shape[0], options.parts, options.out_dtype)
+    results = _launch(x, weight, bias, outputs, config=config, is_gated=options.is_gated, interpret=run.interpret)
     return tuple(results.values())
 
 

@@ -5,23 +5,15 @@ import jax.numpy as jnp
 from jax.lax import Precision
 
 from pallas_kernels import _math
-from pallas_kernels.linear.config import MAX_TOKENS
+from pallas_kernels.linear.config import MAX_TOKENS, Options
 from pallas_kernels.rows import cut_columns
 
 
-def linear(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    *,
-    is_gated: bool,
-    parts: tuple[int, ...],
-    out_dtype: jnp.dtype,
-) -> tuple[jax.Array, ...]:
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, options: Options) -> tuple[jax.Array, ...]:
     """See api.py."""
     x = x.astype(weight.dtype)
-    total = _product(x, weight, _dtype(x) if jnp.dtype(out_dtype) == x.dtype else jnp.float32)
-    return finish(total.astype(jnp.float32), bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
+    total = _product(x, weight, _dtype(x) if options.out_dtype == x.dtype else jnp.float32)
+    return finish(total.astype(jnp.float32), bias, options)
 
 
 def linear_sums(x: jax.Array, weight: jax.Array, *, splits: int) -> jax.Array:
@@ -48,18 +40,11 @@ def _product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
     )
 
 
-def finish(
-    total: jax.Array,
-    bias: jax.Array | None,
-    *,
-    is_gated: bool,
-    parts: tuple[int, ...],
-    out_dtype: jnp.dtype,
-) -> tuple[jax.Array, ...]:
+def finish(total: jax.Array, bias: jax.Array | None, options: Options) -> tuple[jax.Array, ...]:
     """Compute the op's results from the product, float32 [tokens, outputs]."""
     if bias is not None:
         total = total + bias.astype(jnp.float32)[None]
-    if is_gated:
+    if options.is_gated:
         gate, up = jnp.split(total, 2, axis=1)
         total = _math.silu(gate) * up
-    return cut_columns(total.astype(out_dtype), parts)
+    return cut_columns(total.astype(options.out_dtype), options.parts)

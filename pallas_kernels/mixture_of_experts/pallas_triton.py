@@ -179,53 +179,30 @@ def _kernel(
         pt.when(tile.any_exists & ~is_short)(functools.partial(run, config.rows))
 
 
-class _Launch(NamedTuple):
-    """The arguments of `_kernel` that both products' launches share."""
-
-    config: Config
-    interpret: bool
-
-    def multiply(
-        self,
-        name: str,
-        x: jax.Array,
-        weights: jax.Array,
-        product: Product,
-        pairs: Mapping[str, jax.Array | None],
-        out: jax.ShapeDtypeStruct,
-        *,
-        slots: int,
-        factors: jax.Array | None = None,
-        **options: Any,
-    ) -> jax.Array:
-        """Launch a product. `pairs` describes the tiles, of which there are at most `slots`."""
-        return pt.call(
-            functools.partial(_kernel, product=product, **self._asdict(), **options),
-            name=f"mixture_of_experts_{name}",
-            # The programs of one tile are neighbours, because they share its inputs.
-            grid=(-(-out.shape[2] // product.columns), slots),
-            inputs=dict(x=x, weights=weights, factors=factors, **pairs),
-            outputs=dict(out=out),
-            num_warps=product.num_warps,
-            num_stages=product.num_stages,
-            interpret=self.interpret,
-        )["out"]
-
-    def down(
-        self,
-        middle: jax.Array,
-        down: jax.Array,
-        product: Product,
-        pairs: Mapping[str, jax.Array | None],
-        *,
-        slots: int,
-        factors: jax.Array | None = None,
-        choices: int = 1,
-    ) -> jax.Array:
-        """Run the second product, whose outputs are [choices, pairs / choices, hidden]."""
-        out = jax.ShapeDtypeStruct((choices, middle.shape[0] // choices, down.shape[1]), middle.dtype)
-        options = dict(pairs_per_input=1, projections=1, activate=lambda sum_: sum_, factors=factors, slots=slots)
-        return self.multiply("down", middle, down, product, pairs, out, **options)
+def _multiply(
+    name: str,
+    x: jax.Array,
+    weights: jax.Array,
+    product: Product,
+    out: jax.ShapeDtypeStruct,
+    *,
+    pairs: Mapping[str, jax.Array | None],
+    slots: int,
+    factors: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Launch a product. `pairs` describes the tiles, of which there are at most `slots`."""
+    return pt.call(
+        functools.partial(_kernel, product=product, **options),
+        name=f"mixture_of_experts_{name}",
+        # The programs of one tile are neighbours, because they share its inputs.
+        grid=(-(-out.shape[2] // product.columns), slots),
+        inputs=dict(x=x, weights=weights, factors=factors, **pairs),
+        outputs=dict(out=out),
+        num_warps=product.num_warps,
+        num_stages=product.num_stages,
+        interpret=options["interpret"],
+    )["out"]
 
 
 def _launch(
@@ -245,20 +222,22 @@ def _launch(
         The outputs of each pair, rounded to the dtype of `x`, [1, tokens * top_k, hidden]. With `factors`, float32
         [tokens, top_k], the outputs are multiplied by them before rounding, and are [top_k, tokens, hidden].
     """
-    (experts, _, size), top_k, num_pairs = down.shape, chosen.shape[1], chosen.size
+    (experts, hidden, size), top_k, num_pairs = down.shape, chosen.shape[1], chosen.size
     flat = chosen.reshape(-1)
     if num_pairs <= config.searched_pairs:
         pairs, slots = dict(chosen=flat, order=None), num_pairs
     else:
         cut = tiles_by_kernels(flat, experts, config.rows, has_rest=factors is not None, interpret=interpret)
         pairs, slots = cut._asdict(), cut.start.shape[0]
-    launch = _Launch(config, interpret)
+    options = dict(pairs=pairs, slots=slots, config=config, interpret=interpret)
     projections, activate = ACTIVATIONS[activation]
     out = jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype)
-    options = dict(pairs_per_input=top_k, projections=projections, activate=activate, slots=slots)
-    middle = launch.multiply("up", x, up, config.up, pairs, out, **options)[0]
+    of_up = dict(pairs_per_input=top_k, projections=projections, activate=activate)
+    middle = _multiply("up", x, up, config.up, out, **of_up, **options)[0]
     choices, factors = (1, None) if factors is None else (top_k, factors.reshape(-1))
-    return launch.down(middle, down, config.down, pairs, slots=slots, factors=factors, choices=choices)
+    out = jax.ShapeDtypeStruct((choices, num_pairs // choices, hidden), x.dtype)
+    of_down = dict(pairs_per_input=1, projections=1, activate=lambda sum_: sum_, factors=factors)
+    return _multiply("down", middle, down, config.down, out, **of_down, **options)
 
 
 def _config(tokens: int, top_k: int, down: jax.Array, activation: str) -> Config:

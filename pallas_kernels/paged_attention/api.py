@@ -19,6 +19,7 @@ from pallas_kernels._check import checked, require
 from pallas_kernels._run_op import run_op
 from pallas_kernels.dispatch import Run
 from pallas_kernels.paged_attention import pallas_triton, xla
+from pallas_kernels.paged_attention._arguments import Attention
 from pallas_kernels.paged_attention.config import Config
 from pallas_kernels.rows import Rows
 
@@ -117,16 +118,14 @@ def paged_attention(
     )
     if 0 in (q.shape[0], rows.num_rows, *page_table.shape):
         return jnp.zeros((*q.shape[:2], dims), q.dtype)
-    unsupported = pallas_triton.unsupported(
-        q, keys, is_latent=values is None, max_query_tokens=rows.max_query_tokens, value_dim=dims, config=run.config
-    )
+    inputs = Attention(q, keys, values, page_table, slots, gates)
     return run_op(
         "paged_attention",
-        (q, keys, values, rows, page_table, slots, gates),
+        (inputs, rows),
         run,
         xla=xla.paged_attention,
         triton=pallas_triton.paged_attention,
-        unsupported=unsupported,
+        unsupported=pallas_triton.unsupported(inputs, rows, dims, run.config),
         sm90="pallas_kernels.paged_attention.sm90",
         value_dim=dims,
         scale=float(scale or key_dim**-0.5),

@@ -10,6 +10,7 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import device
 from pallas_kernels._dot import dot
 from pallas_kernels.dispatch import Run
+from pallas_kernels.paged_attention._arguments import Attention
 from pallas_kernels.paged_attention._dims import dims_of, gated, mask_of
 from pallas_kernels.paged_attention._merge import LOW, Sums, joined, merge
 from pallas_kernels.paged_attention._shards import Shards, best_unit, ceil
@@ -45,20 +46,23 @@ def _tile(group: int, config: Config, max_query_tokens: int | None) -> _Tile:
     return _Tile(group, heads, tokens, max(16, pt.power_of_two(tokens * heads)))
 
 
-def _default_config(q, max_query_tokens: int | None, value_dim: int, is_latent: bool) -> Config:
-    dims = q.shape[2] + (0 if is_latent else value_dim)
-    return default_config(dims, q.dtype.itemsize, is_prompt=max_query_tokens is None, is_latent=is_latent)
+def _dims(inputs: Attention, value_dim: int) -> int:
+    """Return the dims of a key and a value together, or of a key alone in latent attention."""
+    return inputs.q.shape[2] + (0 if inputs.values is None else value_dim)
 
 
-def unsupported(
-    q, keys, *, is_latent: bool, max_query_tokens: int | None, value_dim: int, config: Config | None
-) -> str | None:
+def _default_config(inputs: Attention, rows: Rows, value_dim: int) -> Config:
+    options = dict(is_prompt=rows.max_query_tokens is None, is_latent=inputs.values is None)
+    return default_config(_dims(inputs, value_dim), inputs.q.dtype.itemsize, **options)
+
+
+def unsupported(inputs: Attention, rows: Rows, value_dim: int, config: Config | None) -> str | None:
     """Return why the kernels cannot run these arguments, or None if they can."""
+    q, keys = inputs.q, inputs.keys
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"q must be float32, bfloat16 or float16, got {q.dtype}"
-    config = config or _default_config(q, max_query_tokens, value_dim, is_latent)
-    tile = _tile(q.shape[1] // keys.shape[3], config, max_query_tokens)
-    dims = q.shape[2] + (0 if is_latent else value_dim)
+    config = config or _default_config(inputs, rows, value_dim)
+    tile, dims = _tile(q.shape[1] // keys.shape[3], config, rows.max_query_tokens), _dims(inputs, value_dim)
     needed, available = _needed_bytes(config, tile.queries, q.shape[2], dims, q.dtype.itemsize), device.shared_bytes()
     if needed > available:
         return f"keys of {q.shape[2]} and values of {value_dim} dims take {needed} bytes of {available}"
@@ -232,25 +236,13 @@ def _attend_kernel(
             jax.lax.fori_loop(jnp.int32(0), own_units, each, None)
 
 
-def paged_attention(
-    q,
-    keys,
-    values,
-    rows: Rows,
-    page_table,
-    slots,
-    gates,
-    *,
-    value_dim: int,
-    scale: float,
-    run: Run,
-):
+def paged_attention(inputs: Attention, rows: Rows, *, value_dim: int, scale: float, run: Run) -> jax.Array:
     """See api.py."""
+    q, keys, values, page_table, slots, gates = inputs
     num_tokens, heads, _ = q.shape
-    max_query_tokens, interpret = rows.max_query_tokens, run.interpret
-    kv_heads, is_prompt = keys.shape[3], max_query_tokens is None
-    used = run.config or _default_config(q, max_query_tokens, value_dim, values is None)
-    tile = _tile(heads // kv_heads, used, max_query_tokens)
+    kv_heads, is_prompt, interpret = keys.shape[3], rows.max_query_tokens is None, run.interpret
+    used = run.config or _default_config(inputs, rows, value_dim)
+    tile = _tile(heads // kv_heads, used, rows.max_query_tokens)
     cut = tiles(rows, num_tokens, tile.tokens, slots)
     grid = kv_heads * tile.per_group, cut.table.shape[0]
     num_tiles = grid[0] * grid[1]

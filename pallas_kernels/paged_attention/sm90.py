@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
 from pallas_kernels.hopper.partial_tiles import keep_rows, store_rows
+from pallas_kernels.paged_attention._arguments import Attention
 from pallas_kernels.paged_attention._merge import LOW, merge
 from pallas_kernels.paged_attention._shards import PROMPT_SHARDS, ceil
 from pallas_kernels.paged_attention._tiles import padded_indices, tiles
@@ -24,19 +25,9 @@ _DIMS = 64  # of a head in a tile of SMEM
 _STAGES = 2  # blocks of keys, and of values, in SMEM
 
 
-def unsupported(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array | None,
-    rows: Rows,
-    page_table: jax.Array,
-    slots: jax.Array | None,
-    gates: jax.Array | None,
-    *,
-    value_dim: int,
-    scale: float,
-) -> str | None:
+def unsupported(inputs: Attention, rows: Rows, *, value_dim: int, scale: float) -> str | None:
     """Return the reason why the kernel cannot run these arguments, or None if it can."""
+    q, keys, values, _, _, gates = inputs
     page_size, _, key_dim = keys.shape[2:]
     if rows.max_query_tokens is not None:
         return "the kernel is for prompts, whose max_query_tokens is None"
@@ -256,19 +247,9 @@ def _kernel(refs, *, heads_of_tile: int, ctas: int, scale: float):
     hp.barrier_wait(refs.done)
 
 
-def paged_attention(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    rows: Rows,
-    page_table: jax.Array,
-    slots: jax.Array | None,
-    gates: jax.Array | None,
-    *,
-    value_dim: int,
-    scale: float,
-) -> jax.Array:
+def paged_attention(inputs: Attention, rows: Rows, *, value_dim: int, scale: float) -> jax.Array:
     """Launch the kernel, and then `merge`. See api.py."""
+    q, keys, values, page_table, slots, gates = inputs
     num_tokens, heads, dim = q.shape
     heads_of_tile = 2 if heads // keys.shape[3] % 2 == 0 else 1
     tokens_of_tile = 2 * _QUERIES // heads_of_tile

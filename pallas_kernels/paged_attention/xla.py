@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention._arguments import Attention
 from pallas_kernels.paged_attention._tiles import padded_indices, tiles
 from pallas_kernels.rows import Rows, token_rows
 
@@ -12,19 +13,9 @@ _TILE = 8  # tokens; the same for all kinds of rows, so that a token's result ha
 _BLOCK = 128  # keys
 
 
-def paged_attention(
-    q,
-    keys,
-    values,
-    rows: Rows,
-    page_table,
-    slots,
-    gates,
-    *,
-    value_dim: int,
-    scale: float,
-):
+def paged_attention(inputs: Attention, rows: Rows, *, value_dim: int, scale: float) -> jax.Array:
     """See api.py."""
+    q, keys, values, page_table, slots, gates = inputs
     num_tokens, heads, key_dim = q.shape
     page_size, kv_heads = keys.shape[2:4]
     cut = tiles(rows, num_tokens, _TILE, slots)

@@ -23,7 +23,6 @@ On Hopper GPUs sm90.py runs other kernels for bfloat16 inputs, whose stages have
     variants_sm90.py                  which of the two variants a launch runs
     work_queue_sm90.py                the heads that CTAs take one after the other
     per_head_sm90.py                  the launch of all stages with a decay per head
-    per_channel_sm90.py               the launch of the recurrence with a decay per key channel
 
 Only the third kernel touches the pool. bfloat16 inputs are multiplied as they are, with float32 values that are split
 into bfloat16 terms (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.

@@ -7,6 +7,7 @@ per key channel, products cannot be scaled afterwards, and it writes the decayed
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,30 @@ from pallas_kernels._dot import Operand, as_terms, dot
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels._tiles import as_operand, iota, key_lanes, store_terms
 from pallas_kernels.gated_delta_rule._arguments import Options
-from pallas_kernels.gated_delta_rule.prefill.head_chunk import HeadChunk
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 # Keys in a tile of `products_per_channel`. All keys of a head would not fit into a program's registers.
 _MAX_KEYS = 64
 # Largest exponent, to base 2, of a decay that is taken backwards. It leaves room for the values that are scaled by it.
 MAX_EXPONENT = 112.0
+
+
+class HeadChunk(NamedTuple):
+    """One chunk of one head.
+
+    Attributes:
+        head: The head: a key head, which stands for all of its value heads, or a value head.
+        chunk: The chunk, which is not empty.
+        start: Index of the chunk's first token.
+        end: Index after the chunk's last token.
+        size: The chunk size.
+    """
+
+    head: jax.Array
+    chunk: jax.Array
+    start: jax.Array
+    end: jax.Array
+    size: int
 
 
 def sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:

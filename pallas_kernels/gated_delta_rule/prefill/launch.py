@@ -14,9 +14,14 @@ from pallas_kernels.chunks import Chunks
 from pallas_kernels.dispatch import Run
 from pallas_kernels.gated_delta_rule._arguments import Options, Tokens
 from pallas_kernels.gated_delta_rule.config import PrefillConfig, default_prefill_config
-from pallas_kernels.gated_delta_rule.prefill.chunk_intra import decay_spans, last_block, products, products_per_channel
+from pallas_kernels.gated_delta_rule.prefill.chunk_intra import (
+    HeadChunk,
+    decay_spans,
+    last_block,
+    products,
+    products_per_channel,
+)
 from pallas_kernels.gated_delta_rule.prefill.chunk_states import states
-from pallas_kernels.gated_delta_rule.prefill.head_chunk import HeadChunk
 from pallas_kernels.gated_delta_rule.prefill.solve_tril import inverse
 from pallas_kernels.rows import Rows
 

@@ -10,7 +10,7 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import Operand, as_terms, dot
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels._tiles import BLOCK, iota, store_terms
-from pallas_kernels.gated_delta_rule.prefill.head_chunk import HeadChunk
+from pallas_kernels.gated_delta_rule.prefill.chunk_intra import HeadChunk
 
 
 def inverse(refs: Refs, own: HeadChunk, *, interpret: bool) -> None:

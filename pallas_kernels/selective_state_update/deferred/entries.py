@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels._ring_entries import RingEntries
+from pallas_kernels._deferred_rows import RingEntries
 
 
 @jax.tree_util.register_dataclass
