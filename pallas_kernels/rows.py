@@ -135,13 +135,13 @@ class Rows(Arguments):
         return dict(checkpoint_offset=self.checkpoints.offset, checkpoint_block=self.checkpoints.block)
 
     @property
-    def prefill_inputs(self) -> dict[str, jax.Array | None]:
+    def prefill_inputs(self) -> dict[str, Any]:
         """The rows as inputs of a Triton kernel that keeps a row's final state, and the states of checkpoints."""
         inputs = dict(layer=self.layer, query_start_loc=self.query_start_loc)
         return inputs | dict(read_block=self.read, write_block=self.write[:, 0]) | self.checkpoint_inputs
 
     @property
-    def update_inputs(self) -> dict[str, jax.Array]:
+    def update_inputs(self) -> dict[str, Any]:
         """The rows as inputs of a Triton kernel that keeps the state after each token."""
         inputs = dict(layer=self.layer, query_start_loc=self.query_start_loc)
         return inputs | dict(read_block=self.read, write_blocks=self.write)

@@ -28,9 +28,11 @@ threads add a constant to a vector:
 
     out = hp.kernel(body, out_type=jax.ShapeDtypeStruct((128,), jnp.float32), grid=(1,), grid_names=("cta",))(x)
 
-Three modules are written in the language and shared by kernels: `partial_tiles.py` (tiles that are not full),
-`prefill_rows.py` (a row's chunks and checkpoints) and `state_warps.py` (states that warps advance token by token).
-`messages.py` sends values and signals between the CTAs of one launch.
+Kernels with more arrays are started by `launch`, which gives names to all of them.
+
+Four modules are written in the language and shared by kernels: `partial_tiles.py` (tiles that are not full),
+`prefill_rows.py` (a row's chunks and checkpoints), `deferred_rows.py` (a row's groups of tokens) and `state_warps.py`
+(states that warps advance token by token). `messages.py` sends values and signals between the CTAs of one launch.
 """
 
 # ruff: noqa: F401, I001

@@ -243,8 +243,7 @@ def _kernel(refs, *, heads_of_tile: int, ctas: int, scale: float):
     warpgroup = hp.axis_index(hp.WARPGROUP)
     hp.when(warpgroup < 2)(attend)
     hp.when(warpgroup == 2)(fetch)
-    hp.barrier_arrive(refs.done)
-    hp.barrier_wait(refs.done)
+    hp.finish_together(refs.done)
 
 
 def paged_attention(inputs: Attention, rows: Rows, *, value_dim: int, scale: float) -> jax.Array:

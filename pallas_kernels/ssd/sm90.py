@@ -62,10 +62,7 @@ def _kernel(refs):
         def one(chunk, _):
             at = stage(chunk)
 
-            @hp.when(chunk >= _STAGES)
-            def _():
-                hp.barrier_wait(refs.free.at[at])
-
+            hp.when(chunk >= _STAGES)(lambda: hp.barrier_wait(refs.free.at[at]))
             token, _ = prefill_row.tokens_of(chunk)
             here, full = hp.ds(token, TILE), refs.full.at[at]
             hp.copy_gmem_to_smem(refs.x.at[here, head, dims], token_rows["x"].at[at], full)
@@ -96,10 +93,7 @@ def _kernel(refs):
         def advance(chunk, state):
             at, out = stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
 
-            @hp.when(chunk >= _STATES)
-            def _():
-                hp.barrier_wait(refs.state_free.at[out])
-
+            hp.when(chunk >= _STATES)(lambda: hp.barrier_wait(refs.state_free.at[out]))
             for n in columns:
                 for index, term in enumerate(as_terms(state[n], _TERMS)):
                     refs.states[out, index, n] = term

@@ -17,7 +17,7 @@ from pallas_kernels.gated_delta_rule._arguments import Options, Projections
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
 from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results, store_gram
-from pallas_kernels.hopper.deferred_rows import deferred_inputs
+from pallas_kernels.hopper.deferred_rows import DeferredRow, deferred_inputs, terms_of
 from pallas_kernels.rows import Rows
 
 _VALUES = 64  # value dims of a CTA: the rows of a product on tensor cores
@@ -46,40 +46,32 @@ def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
     pool, ring_u, qkv, out = refs.pool, refs.ring_u, refs.qkv, refs.out
     state_tiles, x_tile, u_tiles, fold_tile = refs.state_tiles, refs.x_tile, refs.u_tiles, refs.fold_tile
     v_tile, factor_tile = refs.v_tile, refs.factor_tile
-    row, head, value_tile = (hp.axis_index(axis) for axis in ("row", "head", "value_tile"))
-    rows, (value_dim, key_dim), length = refs.slot.shape[0], pool.shape[3:], ring_u.shape[3] // 2
+    index_of_row, head, value_tile = (hp.axis_index(axis) for axis in ("row", "head", "value_tile"))
+    (value_dim, key_dim), length = pool.shape[3:], ring_u.shape[3] // 2
     value_heads, key_heads = pool.shape[2], refs.ring_k.shape[2]
     vectors, group_slots = x_tile.shape[0], fold_tile.shape[0]
     at = Factors.of(vectors, group_slots)
     tile = hp.SWIZZLE // pool.dtype.itemsize  # keys in a step of a product
     tiles = [hp.ds(first, tile) for first in range(0, key_dim, tile)]
-    start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
-    layer, slot, base, position = refs.layer[0], refs.slot[row], refs.base[row], refs.position[row]
-    read, fold_to = refs.read_block[row], refs.fold_block[row]
-    # All indices are loaded at once. The compiler would load some of them only when it knows others.
-    start, end, total, layer, slot, base, position, read, fold_to = hp.optimization_barrier(
-        (start, end, total, layer, slot, base, position, read, fold_to)
-    )
-    tokens = end - start
-    first_group = jax.lax.div(base, jnp.int32(length)) * length
-    boundary = first_group + length
+    row = DeferredRow(refs, index_of_row, length, at_once=True)
+    start, tokens, layer, slot, base, position = row.start, row.tokens, row.layer, row.slot, row.base, row.position
+    first_group, boundary = row.first_group, row.boundary
     dims = hp.ds(value_tile * _VALUES, _VALUES)
     key_head, key_channels = jax.lax.div(head, jnp.int32(value_heads // key_heads)), key_heads * key_dim
-    folds = jnp.maximum(position, position + tokens - 1) >= boundary
+    folds = row.folds()
     index, vector = hp.columns((_VALUES, group_slots)), hp.columns((_VALUES, vectors))
-
-    def ring_slot(position):
-        return jax.lax.rem(position, jnp.int32(2 * length))
 
     def fetch():
         """Start the copies to SMEM."""
 
-        @hp.when(read != NULL_BLOCK)
+        @hp.when(row.read != NULL_BLOCK)
         def _():
             for n, keys in enumerate(tiles):
-                hp.copy_gmem_to_smem(pool.at[layer, read, head, dims, keys], state_tiles.at[n], refs.state_loaded.at[n])
+                hp.copy_gmem_to_smem(
+                    pool.at[layer, row.read, head, dims, keys], state_tiles.at[n], refs.state_loaded.at[n]
+                )
 
-        @hp.when(read == NULL_BLOCK)
+        @hp.when(row.read == NULL_BLOCK)
         def _():
             for n in range(len(tiles)):
                 state_tiles[n] = hp.zeros((_VALUES, tile), pool.dtype)
@@ -97,7 +89,7 @@ def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
     def fetch_corrections(n, first, first_slot):
         """Start the copy of some of a group's corrections, if any of their slots has an entry."""
         some = hp.ds(first_slot, _TOGETHER)
-        entries = hp.ds(ring_slot(first) + first_slot, _TOGETHER)
+        entries = hp.ds(row.ring_slot(first) + first_slot, _TOGETHER)
         is_needed = first + first_slot < position
         hp.when(is_needed)(
             lambda: hp.copy_gmem_to_smem(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n, some], refs.loaded)
@@ -111,18 +103,12 @@ def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
         gates = refs.a.at[:, head], refs.b.at[:, head], refs.A_log.at[here], refs.dt_bias.at[here]
         entries = refs.ring_k.at[layer, slot, key_head], refs.ring_g.at[layer, slot, head]
         inputs = Inputs(queries, keys, *gates, *entries)
-        group = Group(first, low, ring_slot(first), start, tokens, position)
+        group = Group(first, low, row.ring_slot(first), start, tokens, position)
         is_first = value_tile == 0
         keeps_keys = is_first & (jax.lax.rem(head, jnp.int32(value_heads // key_heads)) == 0)
         row_bytes = 2 * hp.SWIZZLE // pool.dtype.itemsize
         results = Results(x_tile, refs.coefficient_tile, factor_tile, fold_tile, row_bytes)
         store_gram(n, inputs, group, options, results, folds, keeps_keys, is_first)
-
-    def operands(state):
-        """Return a state's bfloat16 terms, lo first, so that larger products do not round them away."""
-        if state.dtype == jnp.bfloat16:
-            return [state]
-        return as_terms(state.astype(jnp.float32), count)[::-1]
 
     def times_vectors(is_on_its_way):
         """Multiply the state, which may be on its way still, with the row's vectors. Return [values, vectors]."""
@@ -130,7 +116,7 @@ def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
         def step(n, keys):
             if is_on_its_way:
                 hp.barrier_wait(refs.state_loaded.at[n])
-            return operands(hp.load_tile(state_tiles.at[n])), x_tile.at[:, keys].T
+            return terms_of(hp.load_tile(state_tiles.at[n]), count), x_tile.at[:, keys].T
 
         steps = [functools.partial(step, n, keys) for n, keys in enumerate(tiles)]
         return hp.multiply((_VALUES, vectors), steps)
@@ -165,7 +151,7 @@ def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
 
             @hp.when(lives)
             def _(here=here, token=token, new=new, answer=answer):
-                hp.store_gmem(ring_u.at[layer, slot, head, ring_slot(first) + here, dims], new)
+                hp.store_gmem(ring_u.at[layer, slot, head, row.ring_slot(first) + here, dims], new)
                 hp.store_gmem(out.at[start + token, head, dims], answer)
 
         return u
@@ -180,7 +166,7 @@ def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
             state_tiles[n] = (decay * hp.load_tile(state_tiles.at[n]).astype(jnp.float32) + added).astype(pool.dtype)
         hp.commit_smem()
 
-    @hp.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
+    @hp.when(row.takes_part())
     def _():
         fetch()
         compute_coefficients(0, first_group, base)
@@ -201,10 +187,10 @@ def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
         def _():
             fold(u)
 
-            @hp.when((position >= boundary) & (fold_to != NULL_BLOCK))
+            @hp.when(row.keeps_fold())
             def _():
                 for n, keys in enumerate(tiles):
-                    hp.copy_smem_to_gmem(state_tiles.at[n], pool.at[layer, fold_to, head, dims, keys])
+                    hp.copy_smem_to_gmem(state_tiles.at[n], pool.at[layer, row.fold_to, head, dims, keys])
 
             @hp.when(reaches_next)
             def _():
@@ -212,19 +198,7 @@ def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
 
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
-    padding = jax.lax.div(jnp.maximum(qkv.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
-
-    @hp.when(padding > 0)
-    def _():
-        v_tile[0] = hp.zeros_per_row(_VALUES, out.dtype)
-        hp.commit_smem()
-
-        def clear(n, _):
-            """Store zeros in the n-th padding token that this row clears."""
-            hp.copy_smem_to_gmem(v_tile.at[0], out.at[total + row + n * rows, head, dims])
-
-        jax.lax.fori_loop(0, padding, clear, None)
-        hp.wait_smem_to_gmem(0, wait_read_only=True)
+    row.clear(out.shape[0], v_tile.at[0], lambda token: out.at[token, head, dims])
 
 
 def gated_delta_rule_deferred(

@@ -13,7 +13,7 @@ of the CTAs of one key head, which are four in most models.
 import functools
 import itertools
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def plan(variant: ModuleType, rows: int, value_heads: int, value_dim: int) -> Pl
 
 
 def prefill(
-    inputs: dict[str, jax.Array],
+    inputs: dict[str, Any],
     g: jax.Array,
     beta: jax.Array,
     chunks: Chunks,

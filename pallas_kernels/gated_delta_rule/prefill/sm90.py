@@ -3,6 +3,7 @@
 import functools
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +49,14 @@ def gated_delta_rule_prefill(
     q, k, v, g, beta = tokens
     per_channel, values = g.ndim == 3, v.shape[1] * v.shape[2] * rows.num_rows
     config = default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)
-    inputs = dict(q=q, k=k, v=v) | prefill_inputs(rows)
+    inputs: dict[str, Any] = dict(q=q, k=k, v=v) | prefill_inputs(rows)
     if not per_channel:
         return prefill(inputs, g, beta, rows.chunks, pool, options=options, terms=config.pieces)
     inputs |= products_per_channel(q, k, g, beta, rows.chunks, options=options)
     return _states(inputs, pool, options.layout)
 
 
-def _states(inputs: dict[str, jax.Array], pool: jax.Array, layout: StateLayout) -> tuple[jax.Array, jax.Array]:
+def _states(inputs: dict[str, Any], pool: jax.Array, layout: StateLayout) -> tuple[jax.Array, jax.Array]:
     """Launch the recurrence with a decay per key channel, on the inputs of `states` in chunk_states.py, by name."""
     v, key_dim, terms = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
     rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import hopper as hp
 from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.hopper.deferred_rows import deferred_inputs
+from pallas_kernels.hopper.deferred_rows import DeferredRow, deferred_inputs, terms_of
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred.coefficients import Factors, coefficients, sizes
 from pallas_kernels.selective_state_update.deferred.entries import Inputs, Mamba2Entries
@@ -41,57 +41,47 @@ def _kernel(refs, *, max_query_tokens: int, count: int):
     """
     pool, out, state_tile, fold_tile = refs.pool, refs.out, refs.state_tile, refs.fold_tile
     C_tile, x_tiles, factor_tile, out_tile = refs.C_tile, refs.x_tiles, refs.factor_tile, refs.out_tile
-    row, head, channel_tile = (hp.axis_index(axis) for axis in ("row", "head", "channel_tile"))
-    rows, (_, state_dim), length = refs.slot.shape[0], pool.shape[3:], refs.ring_x.shape[3] // 2
+    index_of_row, head, channel_tile = (hp.axis_index(axis) for axis in ("row", "head", "channel_tile"))
+    state_dim, length = pool.shape[4], refs.ring_x.shape[3] // 2
     vectors, group_slots = C_tile.shape[0], fold_tile.shape[0]
     at = Factors.of(vectors, group_slots)
     tile = hp.SWIZZLE // pool.dtype.itemsize  # states in a step of a product
     tiles = [hp.ds(first, tile) for first in range(0, state_dim, tile)]
-    start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
-    layer, slot, base, position = refs.layer[0], refs.slot[row], refs.base[row], refs.position[row]
-    read, fold_to = refs.read_block[row], refs.fold_block[row]
-    tokens = end - start
-    first_group = jax.lax.div(base, jnp.int32(length)) * length
-    boundary = first_group + length
+    row = DeferredRow(refs, index_of_row, length)
+    tokens, layer, position = row.tokens, row.layer, row.position
+    first_group, boundary = row.first_group, row.boundary
     dims = hp.ds(channel_tile * _CHANNELS, _CHANNELS)
     group = jax.lax.div(head, jnp.int32(pool.shape[2] // refs.C.shape[1]))
     index, vector = hp.columns((_CHANNELS, group_slots)), hp.columns((_CHANNELS, vectors))
 
-    def ring_slot(position):
-        return jax.lax.rem(position, jnp.int32(2 * length))
-
     def fetch():
         """Start the copies to SMEM."""
 
-        @hp.when(read != NULL_BLOCK)
+        @hp.when(row.read != NULL_BLOCK)
         def _():
-            hp.copy_gmem_to_smem(pool.at[layer, read, head, dims], state_tile, refs.loaded)
+            hp.copy_gmem_to_smem(pool.at[layer, row.read, head, dims], state_tile, refs.loaded)
 
-        @hp.when(read == NULL_BLOCK)
+        @hp.when(row.read == NULL_BLOCK)
         def _():
             state_tile[...] = hp.zeros((_CHANNELS, state_dim), pool.dtype)
             hp.commit_smem()
             hp.barrier_arrive(refs.loaded)
 
-        hp.copy_gmem_to_smem(refs.C.at[row, group], C_tile, refs.loaded)
-        hp.copy_gmem_to_smem(refs.attention.at[row, head], refs.attention_tile, refs.loaded)
-        hp.copy_gmem_to_smem(refs.factors.at[row, head], factor_tile, refs.loaded)
+        hp.copy_gmem_to_smem(refs.C.at[row.index, group], C_tile, refs.loaded)
+        hp.copy_gmem_to_smem(refs.attention.at[row.index, head], refs.attention_tile, refs.loaded)
+        hp.copy_gmem_to_smem(refs.factors.at[row.index, head], factor_tile, refs.loaded)
         for n, first in enumerate((first_group, boundary)):
-            entries = hp.ds(ring_slot(first), length)
-            hp.copy_gmem_to_smem(refs.ring_x.at[layer, slot, head, entries, dims], x_tiles.at[n], refs.loaded)
+            entries = hp.ds(row.ring_slot(first), length)
+            hp.copy_gmem_to_smem(refs.ring_x.at[layer, row.slot, head, entries, dims], x_tiles.at[n], refs.loaded)
 
     def state_at(columns):
         return hp.load_tile(state_tile.at[:, columns])
 
-    def operands(state):
-        """Return a state's bfloat16 terms, lo first, so that larger products do not round them away."""
-        if state.dtype == jnp.bfloat16:
-            return [state]
-        return as_terms(state.astype(jnp.float32), count)[::-1]
-
     def times_C():
         """Multiply the state with the C of the row's tokens. Return [channels, tokens]."""
-        steps = [lambda columns=columns: (operands(state_at(columns)), C_tile.at[:, columns].T) for columns in tiles]
+        steps = [
+            lambda columns=columns: (terms_of(state_at(columns), count), C_tile.at[:, columns].T) for columns in tiles
+        ]
         return hp.multiply((_CHANNELS, vectors), steps)
 
     def inputs(n, first, low):
@@ -123,7 +113,7 @@ def _kernel(refs, *, max_query_tokens: int, count: int):
 
             @hp.when(lives(token))
             def _(token=token):
-                hp.copy_smem_to_gmem(out_tile.at[token], out.at[start + token, head, dims])
+                hp.copy_smem_to_gmem(out_tile.at[token], out.at[row.start + token, head, dims])
 
     def fold(x):
         """Replace the state in SMEM by the one at the end of the first group, which has the inputs x."""
@@ -135,50 +125,31 @@ def _kernel(refs, *, max_query_tokens: int, count: int):
             state_tile[:, columns] = (decay * state_at(columns).astype(jnp.float32) + added).astype(pool.dtype)
         hp.commit_smem()
 
-    @hp.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
+    @hp.when(row.takes_part())
     def _():
         fetch()
-        folds = jnp.maximum(position, position + tokens - 1) >= boundary
+        folds = row.folds()
 
-        @hp.when(folds)
-        def _():
-            hp.copy_gmem_to_smem(refs.fold_B.at[row, group], fold_tile, refs.fold_loaded)
-
+        hp.when(folds)(lambda: hp.copy_gmem_to_smem(refs.fold_B.at[row.index, group], fold_tile, refs.fold_loaded))
         hp.barrier_wait(refs.loaded)
-        x = inputs(0, first_group, base)
+        x = inputs(0, first_group, row.base)
 
-        @hp.when(position < boundary)
-        def _():
-            run_tokens(first_group, x)
+        hp.when(position < boundary)(lambda: run_tokens(first_group, x))
 
         @hp.when(folds)
         def _():
             hp.barrier_wait(refs.fold_loaded)
             fold(x)
 
-            @hp.when((position >= boundary) & (fold_to != NULL_BLOCK))
+            @hp.when(row.keeps_fold())
             def _():
-                hp.copy_smem_to_gmem(state_tile, pool.at[layer, fold_to, head, dims])
+                hp.copy_smem_to_gmem(state_tile, pool.at[layer, row.fold_to, head, dims])
 
-            @hp.when(position + tokens > boundary)
-            def _():
-                run_tokens(boundary, inputs(1, boundary, boundary))
+            hp.when(position + tokens > boundary)(lambda: run_tokens(boundary, inputs(1, boundary, boundary)))
 
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
-    padding = jax.lax.div(jnp.maximum(out.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
-
-    @hp.when(padding > 0)
-    def _():
-        out_tile[0] = hp.zeros_per_row(_CHANNELS, out.dtype)
-        hp.commit_smem()
-
-        def clear(n, _):
-            """Store zeros in the n-th padding token that this row clears."""
-            hp.copy_smem_to_gmem(out_tile.at[0], out.at[total + row + n * rows, head, dims])
-
-        jax.lax.fori_loop(0, padding, clear, None)
-        hp.wait_smem_to_gmem(0, wait_read_only=True)
+    row.clear(out.shape[0], out_tile.at[0], lambda token: out.at[token, head, dims])
 
 
 def selective_state_deferred(
