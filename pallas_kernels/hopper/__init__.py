@@ -43,7 +43,8 @@ from pallas_kernels.hopper.arithmetic import (
 )
 from pallas_kernels.hopper.barriers import (
     Barrier, barrier_arrive, barrier_of_warpgroups, barrier_wait, fetch_and_increment, finish_together,
-    run_by_warpgroup, semaphore_signal, semaphore_wait, semaphores, warp_barrier, WARPGROUP, warpgroup_barrier,
+    run_by_warpgroup, semaphore_signal, semaphore_wait, semaphores, wait_for_last, warp_barrier,
+    WARPGROUP, warpgroup_barrier,
 )
 from pallas_kernels.hopper.control import (
     branch, elements, for_range, inline, predicated, strided, thread_index, thread_index_again, thread_of_cta,

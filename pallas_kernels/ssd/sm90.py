@@ -4,6 +4,8 @@ Its three warpgroups work on different chunks at the same time: one copies the t
 the state after each chunk, and one computes the outputs. A launch before this one computes the decays (decays.py).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -37,156 +39,162 @@ def unsupported(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus:
     return None
 
 
-def _kernel(refs):
-    """Run one row, head and tile of channels.
+class _Cta:
+    """The work of a CTA: one row, head and tile of channels.
 
     "full" barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
     """
-    head, row, channel_tile = (hp.axis_index(axis) for axis in ("head", "row", "channel_tile"))
-    heads, state_dim = refs.x.shape[1], refs.pool.shape[4]
-    (token_rows, token_tiles), (out_rows, out_tile) = refs.tokens, refs.outputs
-    columns = range(state_dim // TILE)
-    group = jax.lax.div(head, jnp.int32(heads // refs.B.shape[1]))
-    dims = hp.ds(channel_tile * TILE, TILE)
-    layer, read = refs.layer[0], refs.read_block[row]
-    prefill_row = PrefillRow.of(refs, row)
-    count = prefill_row.chunks_up_to(prefill_row.end - prefill_row.start)
 
-    def stage(chunk):
-        return jax.lax.rem(chunk, jnp.int32(_STAGES))
+    def __init__(self, refs: Any) -> None:
+        self.refs = refs
+        self.head, row, channel_tile = (hp.axis_index(axis) for axis in ("head", "row", "channel_tile"))
+        heads, state_dim = refs.x.shape[1], refs.pool.shape[4]
+        (self.token_rows, self.token_tiles), (self.out_rows, self.out_tile) = refs.tokens, refs.outputs
+        self.columns = range(state_dim // TILE)
+        self.group = jax.lax.div(self.head, jnp.int32(heads // refs.B.shape[1]))
+        self.dims = hp.ds(channel_tile * TILE, TILE)
+        self.layer, self.read = refs.layer[0], refs.read_block[row]
+        self.row = PrefillRow.of(refs, row)
+        self.count = self.row.chunks_up_to(self.row.end - self.row.start)
 
-    def fetch():
+    def fetch(self) -> None:
         """Copy the tokens of later chunks, and their factors, to SMEM."""
         hp.set_max_registers(40, action="decrease")
+        jax.lax.fori_loop(0, self.count, self.fetch_chunk, None)
+        hp.wait_for_last(self.refs.free, self.count, _STAGES)
 
-        def one(chunk, _):
-            at = stage(chunk)
+    def fetch_chunk(self, chunk: Any, _: None) -> None:
+        """Copy the tokens of a chunk, and their factors."""
+        refs, at = self.refs, _stage(chunk)
+        hp.when(chunk >= _STAGES)(lambda: hp.barrier_wait(refs.free.at[at]))
+        token, _ = self.row.tokens_of(chunk)
+        here, full = hp.ds(token, TILE), refs.full.at[at]
+        for name in ("x", "z"):
+            if getattr(refs, name) is not None:
+                source = getattr(refs, name).at[here, self.head, self.dims]
+                hp.copy_gmem_to_smem(source, self.token_rows[name].at[at], full)
+        for name in ("B", "C"):
+            for n in self.columns:
+                source = getattr(refs, name).at[here, self.group, hp.ds(n * TILE, TILE)]
+                hp.copy_gmem_to_smem(source, self.token_rows[name].at[at, n], full)
+        factors = refs.factors.at[self.head, self.row.first_chunk + chunk]
+        hp.copy_gmem_to_smem(factors.at[hp.ds(0, 4)], refs.per_row.at[at], full)
+        hp.copy_gmem_to_smem(factors.at[hp.ds(2, 4)], refs.per_column.at[at], full)
 
-            hp.when(chunk >= _STAGES)(lambda: hp.barrier_wait(refs.free.at[at]))
-            token, _ = prefill_row.tokens_of(chunk)
-            here, full = hp.ds(token, TILE), refs.full.at[at]
-            hp.copy_gmem_to_smem(refs.x.at[here, head, dims], token_rows["x"].at[at], full)
-            if refs.z is not None:
-                hp.copy_gmem_to_smem(refs.z.at[here, head, dims], token_rows["z"].at[at], full)
-            for name in ("B", "C"):
-                for n in columns:
-                    source = getattr(refs, name).at[here, group, hp.ds(n * TILE, TILE)]
-                    hp.copy_gmem_to_smem(source, token_rows[name].at[at, n], full)
-            factors = refs.factors.at[head, prefill_row.first_chunk + chunk]
-            hp.copy_gmem_to_smem(factors.at[hp.ds(0, 4)], refs.per_row.at[at], full)
-            hp.copy_gmem_to_smem(factors.at[hp.ds(2, 4)], refs.per_column.at[at], full)
-
-        jax.lax.fori_loop(0, count, one, None)
-
-        # A barrier has one phase bit, so each of its completions must be waited for.
-        @hp.loop(jnp.maximum(count - _STAGES, 0), count)
-        def _(chunk):
-            hp.barrier_wait(refs.free.at[stage(chunk)])
-
-    def carry_state():
+    def carry_state(self) -> None:
         """Compute the state after each chunk, and store the one before it for the outputs."""
         hp.set_max_registers(232, action="increase")
+        advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, self.advance, state)
+        state = self.row.run(self.refs, [self.initial(n) for n in self.columns], advance_to, self.store)
+        self.row.store_last(self.refs.write_block[self.row.index], state, self.store)
+        hp.wait_for_last(self.refs.state_free, self.count, _STATES)
 
-        def tile_of(block, n):
-            return refs.pool.at[layer, block, head, dims, hp.ds(n * TILE, TILE)]
+    def tile_of(self, block: Any, n: int) -> Any:
+        """Return the n-th tile of a block's state."""
+        return self.refs.pool.at[self.layer, block, self.head, self.dims, hp.ds(n * TILE, TILE)]
 
-        def advance(chunk, state):
-            at, out = stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
+    def initial(self, n: int) -> jax.Array:
+        """Return the n-th tile of the row's initial state."""
+        load = lambda: hp.load_gmem_tile(self.tile_of(self.read, n)).astype(jnp.float32)
+        return jax.lax.cond(self.read != NULL_BLOCK, load, lambda: hp.zeros(SHAPE, jnp.float32))
 
-            hp.when(chunk >= _STATES)(lambda: hp.barrier_wait(refs.state_free.at[out]))
-            for n in columns:
-                for index, term in enumerate(as_terms(state[n], _TERMS)):
-                    refs.states[out, index, n] = term
-            hp.commit_smem()
-            hp.barrier_arrive(refs.state_full.at[out])
-            hp.barrier_wait(refs.full.at[at])
-            _, live = prefill_row.tokens_of(chunk)
-            B = token_tiles["B"].at[at]
+    def store(self, block: Any, state: list[jax.Array]) -> None:
+        """Store the tiles of a state in a block."""
+        for n in self.columns:
+            hp.store_gmem(self.tile_of(block, n), state[n].astype(self.refs.pool.dtype))
 
-            @hp.when(live < TILE)
-            def _():
-                for n in columns:
-                    keep_rows(B.at[n], live)
+    def advance(self, chunk: Any, state: list[jax.Array]) -> list[jax.Array]:
+        """Run one chunk. Take and return the state's tiles."""
+        refs, at, out = self.refs, _stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
+        hp.when(chunk >= _STATES)(lambda: hp.barrier_wait(refs.state_free.at[out]))
+        for n in self.columns:
+            for index, term in enumerate(as_terms(state[n], _TERMS)):
+                refs.states[out, index, n] = term
+        hp.commit_smem()
+        hp.barrier_arrive(refs.state_full.at[out])
+        hp.barrier_wait(refs.full.at[at])
+        _, live = self.row.tokens_of(chunk)
+        B = self.token_tiles["B"].at[at]
 
-            x = hp.load_tile(token_tiles["x"].at[at]).astype(jnp.float32)
-            to_end = hp.along_rows(hp.load_per_row(refs.per_row.at[at, _AT.to_end]), TILE)
-            decayed = jnp.where(hp.rows(SHAPE) < live, to_end * x, hp.zeros(SHAPE, jnp.float32))
-            for index, term in enumerate(as_terms(decayed, _TERMS)):
-                refs.decayed[index] = term
-            hp.commit_smem()
-            decay = refs.per_column[at, _AT.end - _AT.whole, 0]
-            left = [refs.decayed.at[index].T for index in reversed(range(_TERMS))]
-            added = hp.multiply_all(SHAPE, [[(a, B.at[n]) for a in left] for n in columns])
-            hp.barrier_arrive(refs.free.at[at])
-            return [decay * s + a for s, a in zip(state, added, strict=True)]
+        @hp.when(live < TILE)
+        def _():
+            for n in self.columns:
+                keep_rows(B.at[n], live)
 
-        def advance_to(chunk, stop, state):
-            return jax.lax.fori_loop(chunk, stop, advance, state)
+        x = hp.load_tile(self.token_tiles["x"].at[at]).astype(jnp.float32)
+        to_end = hp.along_rows(hp.load_per_row(refs.per_row.at[at, _AT.to_end]), TILE)
+        decayed = jnp.where(hp.rows(SHAPE) < live, to_end * x, hp.zeros(SHAPE, jnp.float32))
+        for index, term in enumerate(as_terms(decayed, _TERMS)):
+            refs.decayed[index] = term
+        hp.commit_smem()
+        decay = refs.per_column[at, _AT.end - _AT.whole, 0]
+        left = [refs.decayed.at[index].T for index in reversed(range(_TERMS))]
+        added = hp.multiply_all(SHAPE, [[(a, B.at[n]) for a in left] for n in self.columns])
+        hp.barrier_arrive(refs.free.at[at])
+        return [decay * s + a for s, a in zip(state, added, strict=True)]
 
-        def store(block, state):
-            for n in columns:
-                hp.store_gmem(tile_of(block, n), state[n].astype(refs.pool.dtype))
-
-        def initial(n):
-            load = lambda: hp.load_gmem_tile(tile_of(read, n)).astype(jnp.float32)
-            return jax.lax.cond(read != NULL_BLOCK, load, lambda: hp.zeros(SHAPE, jnp.float32))
-
-        state = prefill_row.run(refs, [initial(n) for n in columns], advance_to, store)
-        prefill_row.store_last(refs.write_block[row], state, store)
-
-        @hp.loop(jnp.maximum(count - _STATES, 0), count)
-        def _(chunk):
-            hp.barrier_wait(refs.state_free.at[jax.lax.rem(chunk, jnp.int32(_STATES))])
-
-    outputs_from = lambda token: refs.out.at[hp.ds(token, TILE), head, dims]
-
-    def write_outputs():
+    def write_outputs(self) -> None:
         """Compute the outputs of each chunk from the state before it and from its own tokens."""
+        refs = self.refs
         hp.set_max_registers(232, action="increase")
-
-        def one(chunk, _):
-            at, state = stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
-            token, live = prefill_row.tokens_of(chunk)
-            hp.barrier_wait(refs.full.at[at])
-            x, B, C = (token_tiles[name].at[at] for name in ("x", "B", "C"))
-            (products,) = hp.multiply_all(SHAPE, [[(C.at[n], B.at[n].T) for n in columns]])
-            per_row = lambda n: hp.along_rows(hp.load_per_row(refs.per_row.at[at, n]), TILE)
-            per_column = lambda n: hp.along_columns(hp.load_per_column(refs.per_column.at[at, n - _AT.whole]), TILE)
-            between = (per_row(_AT.whole) - per_column(_AT.whole)) + (per_row(_AT.rest) - per_column(_AT.rest))
-            causal = hp.rows(SHAPE) >= hp.columns(SHAPE)
-            nothing = hp.zeros(SHAPE, jnp.float32)
-            within = jnp.where(causal, jnp.exp2(between) * per_column(_AT.dt) * products, nothing).astype(jnp.bfloat16)
-
-            @hp.when(live < TILE)
-            def _():
-                keep_rows(x, live)
-                hp.commit_smem()
-
-            hp.barrier_wait(refs.state_full.at[state])
-            of_state = [(C.at[n], refs.states.at[state, t, n].T) for t in reversed(range(_TERMS)) for n in columns]
-            (y,) = hp.multiply_all(SHAPE, [of_state])
-            hp.barrier_arrive(refs.state_free.at[state])
-            y = per_row(_AT.from_state) * y + hp.multiply(SHAPE, [lambda: ([within], x)])
-            if refs.skip is not None:
-                skip = hp.along_columns(hp.load_per_column(refs.skip_tile), TILE)
-                y = y + skip * hp.load_tile(x).astype(jnp.float32)
-            if refs.z is not None:
-                z = hp.load_tile(token_tiles["z"].at[at]).astype(jnp.float32)
-                y = y * z / (1.0 + jnp.exp(-z))
-            hp.barrier_arrive(refs.free.at[at])
-            hp.wait_smem_to_gmem(0, wait_read_only=True)
-            out_tile[...] = y.astype(jnp.bfloat16)
-            hp.commit_smem()
-            store_rows(out_rows, live, outputs_from(token))
-
         if refs.skip is not None:
-            hp.copy_gmem_to_smem(refs.skip.at[head, dims], refs.skip_tile, refs.skip_full)
+            hp.copy_gmem_to_smem(refs.skip.at[self.head, self.dims], refs.skip_tile, refs.skip_full)
             hp.barrier_wait(refs.skip_full)
-        jax.lax.fori_loop(0, count, one, None)
+        jax.lax.fori_loop(0, self.count, self.write_chunk, None)
         hp.wait_smem_to_gmem(0, wait_read_only=True)
-        prefill_row.clear(refs.x.shape[0], outputs_from)
+        self.row.clear(refs.x.shape[0], self.outputs_from)
 
-    hp.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
+    def outputs_from(self, token: Any) -> Any:
+        """Return the tile of outputs from a token on."""
+        return self.refs.out.at[hp.ds(token, TILE), self.head, self.dims]
+
+    def write_chunk(self, chunk: Any, _: None) -> None:
+        """Compute the outputs of one chunk."""
+        refs, columns = self.refs, self.columns
+        at, state = _stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
+        token, live = self.row.tokens_of(chunk)
+        hp.barrier_wait(refs.full.at[at])
+        x, B, C = (self.token_tiles[name].at[at] for name in ("x", "B", "C"))
+        (products,) = hp.multiply_all(SHAPE, [[(C.at[n], B.at[n].T) for n in columns]])
+        per_row = lambda n: hp.along_rows(hp.load_per_row(refs.per_row.at[at, n]), TILE)
+        per_column = lambda n: hp.along_columns(hp.load_per_column(refs.per_column.at[at, n - _AT.whole]), TILE)
+        between = (per_row(_AT.whole) - per_column(_AT.whole)) + (per_row(_AT.rest) - per_column(_AT.rest))
+        causal = hp.rows(SHAPE) >= hp.columns(SHAPE)
+        nothing = hp.zeros(SHAPE, jnp.float32)
+        within = jnp.where(causal, jnp.exp2(between) * per_column(_AT.dt) * products, nothing).astype(jnp.bfloat16)
+
+        @hp.when(live < TILE)
+        def _():
+            keep_rows(x, live)
+            hp.commit_smem()
+
+        hp.barrier_wait(refs.state_full.at[state])
+        of_state = [(C.at[n], refs.states.at[state, t, n].T) for t in reversed(range(_TERMS)) for n in columns]
+        (y,) = hp.multiply_all(SHAPE, [of_state])
+        hp.barrier_arrive(refs.state_free.at[state])
+        y = per_row(_AT.from_state) * y + hp.multiply(SHAPE, [lambda: ([within], x)])
+        if refs.skip is not None:
+            skip = hp.along_columns(hp.load_per_column(refs.skip_tile), TILE)
+            y = y + skip * hp.load_tile(x).astype(jnp.float32)
+        if refs.z is not None:
+            z = hp.load_tile(self.token_tiles["z"].at[at]).astype(jnp.float32)
+            y = y * z / (1.0 + jnp.exp(-z))
+        hp.barrier_arrive(refs.free.at[at])
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
+        self.out_tile[...] = y.astype(jnp.bfloat16)
+        hp.commit_smem()
+        store_rows(self.out_rows, live, self.outputs_from(token))
+
+
+def _stage(chunk: Any) -> Any:
+    """Return the stage of SMEM that a chunk's tokens are in."""
+    return jax.lax.rem(chunk, jnp.int32(_STAGES))
+
+
+def _kernel(refs: Any) -> None:
+    """Run one row, head and tile of channels, by three warpgroups."""
+    cta = _Cta(refs)
+    hp.run_by_warpgroup([cta.fetch, cta.carry_state, cta.write_outputs], refs.done)
 
 
 def ssd(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool) -> tuple[jax.Array, jax.Array]:

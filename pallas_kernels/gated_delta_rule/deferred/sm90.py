@@ -6,6 +6,7 @@ compute the coefficients that need no values (gram_sm90.py). Several CTAs share 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,167 +39,187 @@ def unsupported(
     return None if length in _LENGTHS else f"groups must have {_LENGTHS} tokens, got {length}"
 
 
-def _kernel(refs, *, max_query_tokens: int, count: int, options: Options):
-    """Handle one row, one value head, and 64 of its value dims.
+class _Cta:
+    """The work of a CTA: one row, one value head, and 64 of its value dims.
 
     A row has at most `max_query_tokens` tokens, and float32 values are multiplied in `count` bfloat16 terms.
     """
-    pool, ring_u, qkv, out = refs.pool, refs.ring_u, refs.qkv, refs.out
-    state_tiles, x_tile, u_tiles, fold_tile = refs.state_tiles, refs.x_tile, refs.u_tiles, refs.fold_tile
-    v_tile, factor_tile = refs.v_tile, refs.factor_tile
-    index_of_row, head, value_tile = (hp.axis_index(axis) for axis in ("row", "head", "value_tile"))
-    (value_dim, key_dim), length = pool.shape[3:], ring_u.shape[3] // 2
-    value_heads, key_heads = pool.shape[2], refs.ring_k.shape[2]
-    vectors, group_slots = x_tile.shape[0], fold_tile.shape[0]
-    at = Factors.of(vectors, group_slots)
-    tile = hp.SWIZZLE // pool.dtype.itemsize  # keys in a step of a product
-    tiles = [hp.ds(first, tile) for first in range(0, key_dim, tile)]
-    row = DeferredRow(refs, index_of_row, length, at_once=True)
-    start, tokens, layer, slot, base, position = row.start, row.tokens, row.layer, row.slot, row.base, row.position
-    first_group, boundary = row.first_group, row.boundary
-    dims = hp.ds(value_tile * _VALUES, _VALUES)
-    key_head, key_channels = jax.lax.div(head, jnp.int32(value_heads // key_heads)), key_heads * key_dim
-    folds = row.folds()
-    index, vector = hp.columns((_VALUES, group_slots)), hp.columns((_VALUES, vectors))
 
-    def fetch():
+    def __init__(self, refs: Any, max_query_tokens: int, count: int, options: Options) -> None:
+        self.refs, self.max_query_tokens, self.count, self.options = refs, max_query_tokens, count, options
+        index, self.head, self.value_tile = (hp.axis_index(axis) for axis in ("row", "head", "value_tile"))
+        self.key_dim, self.length = refs.pool.shape[4], refs.ring_u.shape[3] // 2
+        self.vectors, self.group_slots = refs.x_tile.shape[0], refs.fold_tile.shape[0]
+        self.at = Factors.of(self.vectors, self.group_slots)
+        self.tile = hp.SWIZZLE // refs.pool.dtype.itemsize  # keys in a step of a product
+        self.tiles = [hp.ds(first, self.tile) for first in range(0, self.key_dim, self.tile)]
+        self.row = DeferredRow(refs, index, self.length, at_once=True)
+        self.dims = hp.ds(self.value_tile * _VALUES, _VALUES)
+        self.repeats = refs.pool.shape[2] // refs.ring_k.shape[2]  # value heads of a key head
+        self.key_head = jax.lax.div(self.head, jnp.int32(self.repeats))
+        self.key_channels = refs.ring_k.shape[2] * self.key_dim
+        self.folds = self.row.folds()
+        self.slot, self.vector = hp.columns((_VALUES, self.group_slots)), hp.columns((_VALUES, self.vectors))
+
+    def run(self) -> None:
+        """Run the row, and store zeros in outputs of padding tokens."""
+        hp.when(self.row.takes_part())(self.run_groups)
+        out_of = lambda token: self.refs.out.at[token, self.head, self.dims]
+        self.row.clear(self.refs.out.shape[0], self.refs.v_tile.at[0], out_of)
+
+    def run_groups(self) -> None:
+        """Run the tokens in the group of the row's base, fold it if necessary, and run the tokens in the next one."""
+        refs, row = self.refs, self.row
+        self.fetch()
+        self.compute_coefficients(0, row.first_group, row.base)
+        # The next group's coefficients are computed now, too, because nothing else runs while the state is on its way.
+        reaches_next = row.position + row.tokens > row.boundary
+        hp.when(reaches_next)(lambda: self.compute_coefficients(1, row.boundary, row.boundary))
+        hp.barrier_wait(refs.loaded)
+        old = self.corrections(0, row.first_group, row.base)
+
+        def wait_for_state():
+            for n in range(len(self.tiles)):
+                hp.barrier_wait(refs.state_loaded.at[n])
+            return old
+
+        run_first = lambda: self.run_tokens(0, row.first_group, old)
+        u = jax.lax.cond(row.position < row.boundary, run_first, wait_for_state)
+
+        @hp.when(self.folds)
+        def _():
+            self.fold(u)
+
+            @hp.when(row.keeps_fold())
+            def _():
+                for n, keys in enumerate(self.tiles):
+                    target = refs.pool.at[row.layer, row.fold_to, self.head, self.dims, keys]
+                    hp.copy_smem_to_gmem(refs.state_tiles.at[n], target)
+
+            @hp.when(reaches_next)
+            def _():
+                self.run_tokens(1, row.boundary, self.corrections(1, row.boundary, row.boundary))
+
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def fetch(self) -> None:
         """Start the copies to SMEM."""
+        refs, row = self.refs, self.row
 
         @hp.when(row.read != NULL_BLOCK)
         def _():
-            for n, keys in enumerate(tiles):
-                hp.copy_gmem_to_smem(
-                    pool.at[layer, row.read, head, dims, keys], state_tiles.at[n], refs.state_loaded.at[n]
-                )
+            for n, keys in enumerate(self.tiles):
+                source = refs.pool.at[row.layer, row.read, self.head, self.dims, keys]
+                hp.copy_gmem_to_smem(source, refs.state_tiles.at[n], refs.state_loaded.at[n])
 
         @hp.when(row.read == NULL_BLOCK)
         def _():
-            for n in range(len(tiles)):
-                state_tiles[n] = hp.zeros((_VALUES, tile), pool.dtype)
+            for n in range(len(self.tiles)):
+                refs.state_tiles[n] = hp.zeros((_VALUES, self.tile), refs.pool.dtype)
             hp.commit_smem()
-            for n in range(len(tiles)):
+            for n in range(len(self.tiles)):
                 hp.barrier_arrive(refs.state_loaded.at[n])
 
-        channel = 2 * key_channels + head * value_dim + value_tile * _VALUES
+        channel = 2 * self.key_channels + self.head * refs.pool.shape[3] + self.value_tile * _VALUES
         # The copy has a fixed size. Tokens after the row's end that it brings are not used.
-        hp.copy_gmem_to_smem(qkv.at[hp.ds(start, vectors // 2), hp.ds(channel, _VALUES)], v_tile, refs.loaded)
-        for n, first in enumerate((first_group, boundary)):
-            for first_slot in range(0, length, _TOGETHER):
-                fetch_corrections(n, first, first_slot)
+        source = refs.qkv.at[hp.ds(row.start, self.vectors // 2), hp.ds(channel, _VALUES)]
+        hp.copy_gmem_to_smem(source, refs.v_tile, refs.loaded)
+        for n, first in enumerate((row.first_group, row.boundary)):
+            for first_slot in range(0, self.length, _TOGETHER):
+                self.fetch_corrections(n, first, first_slot)
 
-    def fetch_corrections(n, first, first_slot):
+    def fetch_corrections(self, n: int, first: Any, first_slot: int) -> None:
         """Start the copy of some of a group's corrections, if any of their slots has an entry."""
-        some = hp.ds(first_slot, _TOGETHER)
+        refs, row, some = self.refs, self.row, hp.ds(first_slot, _TOGETHER)
         entries = hp.ds(row.ring_slot(first) + first_slot, _TOGETHER)
-        is_needed = first + first_slot < position
-        hp.when(is_needed)(
-            lambda: hp.copy_gmem_to_smem(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n, some], refs.loaded)
-        )
+        is_needed = first + first_slot < row.position
+
+        @hp.when(is_needed)
+        def _():
+            source = refs.ring_u.at[row.layer, row.slot, self.head, entries, self.dims]
+            hp.copy_gmem_to_smem(source, refs.u_tiles.at[n, some], refs.loaded)
+
         hp.when(jnp.logical_not(is_needed))(lambda: hp.barrier_arrive(refs.loaded))
 
-    def compute_coefficients(n, first, low):
+    def compute_coefficients(self, n: int, first: Any, low: Any) -> None:
         """Compute the coefficients of a group."""
+        refs, row, head = self.refs, self.row, self.head
         here = hp.ds(head, 1)
-        queries, keys = (qkv.at[:, hp.ds(channel + key_head * key_dim, key_dim)] for channel in (0, key_channels))
+        vectors_from = lambda channel: refs.qkv.at[:, hp.ds(channel + self.key_head * self.key_dim, self.key_dim)]
+        queries, keys = vectors_from(0), vectors_from(self.key_channels)
         gates = refs.a.at[:, head], refs.b.at[:, head], refs.A_log.at[here], refs.dt_bias.at[here]
-        entries = refs.ring_k.at[layer, slot, key_head], refs.ring_g.at[layer, slot, head]
+        entries = refs.ring_k.at[row.layer, row.slot, self.key_head], refs.ring_g.at[row.layer, row.slot, head]
         inputs = Inputs(queries, keys, *gates, *entries)
-        group = Group(first, low, row.ring_slot(first), start, tokens, position)
-        is_first = value_tile == 0
-        keeps_keys = is_first & (jax.lax.rem(head, jnp.int32(value_heads // key_heads)) == 0)
-        row_bytes = 2 * hp.SWIZZLE // pool.dtype.itemsize
-        results = Results(x_tile, refs.coefficient_tile, factor_tile, fold_tile, row_bytes)
-        store_gram(n, inputs, group, options, results, folds, keeps_keys, is_first)
+        group = Group(first, low, row.ring_slot(first), row.start, row.tokens, row.position)
+        is_first = self.value_tile == 0
+        keeps_keys = is_first & (jax.lax.rem(head, jnp.int32(self.repeats)) == 0)
+        row_bytes = 2 * hp.SWIZZLE // refs.pool.dtype.itemsize
+        results = Results(refs.x_tile, refs.coefficient_tile, refs.factor_tile, refs.fold_tile, row_bytes)
+        store_gram(n, inputs, group, self.options, results, self.folds, keeps_keys, is_first)
 
-    def times_vectors(is_on_its_way):
+    def times_vectors(self, is_on_its_way: bool) -> jax.Array:
         """Multiply the state, which may be on its way still, with the row's vectors. Return [values, vectors]."""
+        refs = self.refs
 
         def step(n, keys):
             if is_on_its_way:
                 hp.barrier_wait(refs.state_loaded.at[n])
-            return terms_of(hp.load_tile(state_tiles.at[n]), count), x_tile.at[:, keys].T
+            return terms_of(hp.load_tile(refs.state_tiles.at[n]), self.count), refs.x_tile.at[:, keys].T
 
-        steps = [functools.partial(step, n, keys) for n, keys in enumerate(tiles)]
-        return hp.multiply((_VALUES, vectors), steps)
+        steps = [functools.partial(step, n, keys) for n, keys in enumerate(self.tiles)]
+        return hp.multiply((_VALUES, self.vectors), steps)
 
-    def corrections(n, first, low, high):
-        """Return the corrections [values, group_slots] at positions low .. high - 1 of a group, and 0 elsewhere."""
-        u = hp.load_transposed(u_tiles.at[n]).astype(jnp.float32)
-        return jnp.where((first + index >= low) & (first + index < high), u, 0.0)
+    def corrections(self, n: int, first: Any, low: Any) -> jax.Array:
+        """Return a group's corrections [values, group_slots] of earlier calls, from position `low` on, and 0 elsewhere."""
+        u = hp.load_transposed(self.refs.u_tiles.at[n]).astype(jnp.float32)
+        return jnp.where((first + self.slot >= low) & (first + self.slot < self.row.position), u, 0.0)
 
-    def run_tokens(n, first, u):
+    def run_tokens(self, n: int, first: Any, u: jax.Array) -> jax.Array:
         """Run the tokens in the group that starts at `first`. Return the group's corrections."""
-        of_state = factor_tile.at[hp.ds(at.of_state + n * vectors, vectors)]
+        refs, row = self.refs, self.row
+        of_state = refs.factor_tile.at[hp.ds(self.at.of_state + n * self.vectors, self.vectors)]
         of_state = hp.along_columns(hp.load_per_column(of_state), _VALUES)
-        from_state = of_state * times_vectors(is_on_its_way=n == 0)
+        from_state = of_state * self.times_vectors(is_on_its_way=n == 0)
 
         def of_vector(vector_index):
             """Return the product of the state with a vector, plus the corrections times their coefficients, [values]."""
-            own = jnp.sum(jnp.where(vector == vector_index, from_state, 0.0), axis=1)
+            own = jnp.sum(jnp.where(self.vector == vector_index, from_state, 0.0), axis=1)
             of_u = hp.along_columns(hp.load_per_column(refs.coefficient_tile.at[n, vector_index]), _VALUES)
             return own + jnp.sum(u * of_u, axis=1)
 
-        def index_and_lives(token):
-            here = position + token - first
-            return here, (token < tokens) & (here >= 0) & (here < length)
-
-        for token in range(max_query_tokens):
-            here, lives = index_and_lives(token)
-            v = hp.load_per_row(v_tile.at[token]).astype(jnp.float32)
-            new = (factor_tile[at.of_key + n * vectors + token] * (v - of_vector(token))).astype(ring_u.dtype)
-            u = jnp.where(index == jnp.where(lives, here, -1), hp.along_rows(new.astype(jnp.float32), group_slots), u)
-            answer = of_vector(vectors // 2 + token).astype(out.dtype)
+        for token in range(self.max_query_tokens):
+            here = row.position + token - first
+            lives = (token < row.tokens) & (here >= 0) & (here < self.length)
+            v = hp.load_per_row(refs.v_tile.at[token]).astype(jnp.float32)
+            of_key = refs.factor_tile[self.at.of_key + n * self.vectors + token]
+            new = (of_key * (v - of_vector(token))).astype(refs.ring_u.dtype)
+            is_own = self.slot == jnp.where(lives, here, -1)
+            u = jnp.where(is_own, hp.along_rows(new.astype(jnp.float32), self.group_slots), u)
+            answer = of_vector(self.vectors // 2 + token).astype(refs.out.dtype)
 
             @hp.when(lives)
             def _(here=here, token=token, new=new, answer=answer):
-                hp.store_gmem(ring_u.at[layer, slot, head, row.ring_slot(first) + here, dims], new)
-                hp.store_gmem(out.at[start + token, head, dims], answer)
+                ring_slot = row.ring_slot(first) + here
+                hp.store_gmem(refs.ring_u.at[row.layer, row.slot, self.head, ring_slot, self.dims], new)
+                hp.store_gmem(refs.out.at[row.start + token, self.head, self.dims], answer)
 
         return u
 
-    def fold(u):
+    def fold(self, u: jax.Array) -> None:
         """Replace the state in SMEM by the one at the end of the first group."""
-        decays = factor_tile.at[hp.ds(at.fold, group_slots)]
+        refs, tiles = self.refs, self.refs.state_tiles
+        decays = refs.factor_tile.at[hp.ds(self.at.fold, self.group_slots)]
         decayed = u * hp.along_columns(hp.load_per_column(decays), _VALUES)
-        left, decay = as_terms(decayed, count)[::-1], factor_tile[at.decay]
-        for n, keys in enumerate(tiles):
-            added = hp.multiply((_VALUES, tile), [lambda keys=keys: (left, fold_tile.at[:, keys])])
-            state_tiles[n] = (decay * hp.load_tile(state_tiles.at[n]).astype(jnp.float32) + added).astype(pool.dtype)
+        left, decay = as_terms(decayed, self.count)[::-1], refs.factor_tile[self.at.decay]
+        for n, keys in enumerate(self.tiles):
+            added = hp.multiply((_VALUES, self.tile), [lambda keys=keys: (left, refs.fold_tile.at[:, keys])])
+            tiles[n] = (decay * hp.load_tile(tiles.at[n]).astype(jnp.float32) + added).astype(refs.pool.dtype)
         hp.commit_smem()
 
-    @hp.when(row.takes_part())
-    def _():
-        fetch()
-        compute_coefficients(0, first_group, base)
-        # The next group's coefficients are computed now, too, because nothing else runs while the state is on its way.
-        reaches_next = position + tokens > boundary
-        hp.when(reaches_next)(lambda: compute_coefficients(1, boundary, boundary))
-        hp.barrier_wait(refs.loaded)
-        old = corrections(0, first_group, base, position)
 
-        def wait_for_state():
-            for n in range(len(tiles)):
-                hp.barrier_wait(refs.state_loaded.at[n])
-            return old
-
-        u = jax.lax.cond(position < boundary, lambda: run_tokens(0, first_group, old), wait_for_state)
-
-        @hp.when(folds)
-        def _():
-            fold(u)
-
-            @hp.when(row.keeps_fold())
-            def _():
-                for n, keys in enumerate(tiles):
-                    hp.copy_smem_to_gmem(state_tiles.at[n], pool.at[layer, row.fold_to, head, dims, keys])
-
-            @hp.when(reaches_next)
-            def _():
-                run_tokens(1, boundary, corrections(1, boundary, boundary, position))
-
-        hp.wait_smem_to_gmem(0, wait_read_only=True)
-
-    row.clear(out.shape[0], v_tile.at[0], lambda token: out.at[token, head, dims])
+def _kernel(refs: Any, *, max_query_tokens: int, count: int, options: Options) -> None:
+    """Handle one row, one value head, and 64 of its value dims."""
+    _Cta(refs, max_query_tokens, count, options).run()
 
 
 def gated_delta_rule_deferred(

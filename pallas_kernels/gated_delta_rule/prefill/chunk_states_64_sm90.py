@@ -6,6 +6,7 @@ transposed, [values, keys], and so is everything that it is multiplied with from
 products are then in registers already, and none waits for SMEM.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,122 +44,125 @@ def chunk_states(
             None if all products are there before the launch.
         begin: Each warpgroup calls it before it uses SMEM.
     """
-    row, head_index, value_tile = indices
-    of_row = PrefillRow.of(refs, row)
-    head = Head(refs, memory, of_row, head_index, refs.layer[0], refs.read_block[row], layout)
-    refs, token_rows, per_channel, count, first = head.refs, head.token_rows, head.per_channel, head.count, head.first
-    out_rows, out_tile = token_rows["out"], head.token_tiles["out"]
-    stages, key_tiles = refs.chunk_factors.shape[0], head.key_tiles
-    values = hp.ds(value_tile * TILE, TILE)
+    tile = _Tile(refs, memory, indices, layout, begin)
+    fetch = functools.partial(tile.fetch, wait_for_products)
+    hp.run_by_warpgroup([fetch, tile.carry_state, tile.write_outputs], tile.refs.done)
 
-    def fetch():
+
+class _Tile:
+    """One row, head and tile of value dims: see `chunk_states`."""
+
+    def __init__(self, refs: Any, memory: Any, indices: Any, layout: StateLayout, begin: Callable[[], None]) -> None:
+        row, head, value_tile = indices
+        of_row = PrefillRow.of(refs, row)
+        self.head = Head(refs, memory, of_row, head, refs.layer[0], refs.read_block[row], layout)
+        self.refs, self.row, self.begin, self.count = self.head.refs, of_row, begin, self.head.count
+        self.stages = self.refs.chunk_factors.shape[0]
+        self.values = hp.ds(value_tile * TILE, TILE)
+
+    def fetch(self, wait_for_products: Callable[[Any, Any], None] | None) -> None:
         """Copy each chunk's keys, values and 64 x 64 matrices for the state, then its queries for the outputs."""
         hp.set_max_registers(40, action="decrease")
-        begin()
+        self.begin()
+        fetch_chunk = lambda chunk, _: self.fetch_chunk(chunk, wait_for_products)
+        jax.lax.fori_loop(0, self.count, fetch_chunk, None)
+        hp.wait_for_last(self.refs.free, self.count, self.stages)
+        hp.wait_for_last(self.refs.query_free, self.count, _QUERY_STAGES)
 
-        def one(chunk, _):
-            token, _ = head.row.tokens_of(chunk)
-            here, index = hp.ds(token, TILE), first + chunk
-            at = jax.lax.rem(chunk, jnp.int32(stages))
-            full = refs.full.at[at]
-            hp.when(chunk >= stages)(lambda: hp.barrier_wait(refs.free.at[at]))
-            for name in ("k_before", "k_after") if per_channel else ("k",):
-                head.copy_keys(name, here, index, at, full)
-            hp.copy_gmem_to_smem(refs.v.at[here, head.head, values], token_rows["v"].at[at], full)
-            if wait_for_products:
-                wait_for_products(index, head.key_head)
-            head.copy_products(index, at, full)
-            fetch_queries(chunk, here, index)
+    def fetch_chunk(self, chunk: Any, wait_for_products: Callable[[Any, Any], None] | None) -> None:
+        """Copy one chunk's operands."""
+        refs, head = self.refs, self.head
+        token, _ = self.row.tokens_of(chunk)
+        here, index = hp.ds(token, TILE), head.first + chunk
+        at = jax.lax.rem(chunk, jnp.int32(self.stages))
+        full = refs.full.at[at]
+        hp.when(chunk >= self.stages)(lambda: hp.barrier_wait(refs.free.at[at]))
+        for name in ("k_before", "k_after") if head.per_channel else ("k",):
+            head.copy_keys(name, here, index, at, full)
+        hp.copy_gmem_to_smem(refs.v.at[here, head.head, self.values], head.token_rows["v"].at[at], full)
+        if wait_for_products:
+            wait_for_products(index, head.key_head)
+        head.copy_products(index, at, full)
+        self.fetch_queries(chunk, here, index)
 
-        def fetch_queries(chunk, here, index):
-            at = jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES))
-            full = refs.query_full.at[at]
-            hp.when(chunk >= _QUERY_STAGES)(lambda: hp.barrier_wait(refs.query_free.at[at]))
-            head.copy_keys("q_before" if per_channel else "q", here, index, at, full)
-            hp.copy_gmem_to_smem(refs.attention.at[0, head.head, index], refs.squares["attention"].at[at], full)
-            if not per_channel:
-                hp.copy_gmem_to_smem(refs.scales.at[head.head, index, 1], refs.of_query.at[at], full)
+    def fetch_queries(self, chunk: Any, here: Any, index: Any) -> None:
+        """Copy one chunk's queries, and their products with its keys."""
+        refs, head, at = self.refs, self.head, jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES))
+        full = refs.query_full.at[at]
+        hp.when(chunk >= _QUERY_STAGES)(lambda: hp.barrier_wait(refs.query_free.at[at]))
+        head.copy_keys("q_before" if head.per_channel else "q", here, index, at, full)
+        hp.copy_gmem_to_smem(refs.attention.at[0, head.head, index], refs.squares["attention"].at[at], full)
+        if not head.per_channel:
+            hp.copy_gmem_to_smem(refs.scales.at[head.head, index, 1], refs.of_query.at[at], full)
 
-        jax.lax.fori_loop(0, count, one, None)
-        # A barrier has one phase bit, so each of its completions must be waited for.
-        for length, free in ((stages, refs.free), (_QUERY_STAGES, refs.query_free)):
-
-            @hp.loop(jnp.maximum(count - length, 0), count)
-            def _(chunk, length=length, free=free):
-                hp.barrier_wait(free.at[jax.lax.rem(chunk, jnp.int32(length))])
-
-    def carry_state():
+    def carry_state(self) -> None:
         """Compute the state after each chunk, and store the one before it and its pseudo-values for the outputs."""
         hp.set_max_registers(232, action="increase")
+        state = self.head.initial(self.values)
+        self.begin()
 
-        def advance(chunk, state):
-            """Run one chunk. Take and return the state's tiles."""
-            at = jax.lax.rem(chunk, jnp.int32(stages))
-            _, live = head.row.tokens_of(chunk)
-            v_tile = head.token_tiles["v"].at[at]
-            hp.barrier_wait(refs.full.at[at])
-            head.keep_tokens(live, v_tile, at)
-
-            def publish_state():
-                hp.when(chunk > 0)(lambda: hp.barrier_wait(refs.state_free))
-                hp.store_and_arrive(
-                    [head.term(x, 0)() for x in state], [refs.states.at[n] for n in key_tiles], refs.state_full
-                )
-                return [load_values(v_tile)]
-
-            known, v = hp.multiply_all(SHAPE, [head.of_before(state, at)], publish_state)
-            (added,) = hp.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
-
-            def publish_added():
-                hp.when(chunk > 0)(lambda: hp.barrier_wait(refs.added_free))
-                hp.store_and_arrive([added.astype(jnp.bfloat16)], [refs.added], refs.added_full)
-
-            change = hp.multiply_all(SHAPE, head.of_added(added, at), publish_added)
-            state = head.changed(state, change, at)
-            hp.barrier_arrive(refs.free.at[at])
-            return state
-
-        state = head.initial(values)
-        begin()
-
-        @hp.when(count > 0)
+        @hp.when(self.count > 0)
         def _():
-            advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, advance, state)
-            store = lambda block, state: head.store(block, state, values)
-            last = head.row.run(refs, state, advance_to, store)
-            head.row.store_last(refs.write_block[row], last, store)
-            hp.barrier_wait(refs.state_free)
-            hp.barrier_wait(refs.added_free)
+            advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, self.advance, state)
+            store = lambda block, state: self.head.store(block, state, self.values)
+            last = self.row.run(self.refs, state, advance_to, store)
+            self.row.store_last(self.refs.write_block[self.row.index], last, store)
+            hp.barrier_wait(self.refs.state_free)
+            hp.barrier_wait(self.refs.added_free)
 
-    def write_outputs():
+    def advance(self, chunk: Any, state: list[jax.Array]) -> list[jax.Array]:
+        """Run one chunk. Take and return the state's tiles."""
+        refs, head, at = self.refs, self.head, jax.lax.rem(chunk, jnp.int32(self.stages))
+        _, live = self.row.tokens_of(chunk)
+        v_tile = head.token_tiles["v"].at[at]
+        hp.barrier_wait(refs.full.at[at])
+        head.keep_tokens(live, v_tile, at)
+
+        def publish_state():
+            hp.when(chunk > 0)(lambda: hp.barrier_wait(refs.state_free))
+            tiles = [head.term(x, 0)() for x in state]
+            hp.store_and_arrive(tiles, [refs.states.at[n] for n in head.key_tiles], refs.state_full)
+            return [load_values(v_tile)]
+
+        known, v = hp.multiply_all(SHAPE, [head.of_before(state, at)], publish_state)
+        (added,) = hp.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
+
+        def publish_added():
+            hp.when(chunk > 0)(lambda: hp.barrier_wait(refs.added_free))
+            hp.store_and_arrive([added.astype(jnp.bfloat16)], [refs.added], refs.added_full)
+
+        change = hp.multiply_all(SHAPE, head.of_added(added, at), publish_added)
+        state = head.changed(state, change, at)
+        hp.barrier_arrive(refs.free.at[at])
+        return state
+
+    def write_outputs(self) -> None:
         """Compute the outputs of each chunk from the state before it and from its pseudo-values."""
-        begin()
+        self.begin()
         hp.set_max_registers(232, action="increase")
-
-        def one(chunk, _):
-            at = jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES))
-            token, live = head.row.tokens_of(chunk)
-            hp.barrier_wait(refs.query_full.at[at])
-            hp.barrier_wait(refs.state_full)
-            queries, attention = head.keys_of("q_before", at), refs.squares["attention"].at[at]
-            (out,) = hp.multiply_all(SHAPE, [[(queries[n], refs.states.at[n].T) for n in key_tiles]])
-            hp.barrier_arrive(refs.state_free)
-            if not per_channel:
-                out = hp.along_rows(hp.load_per_row(refs.of_query.at[at]), TILE) * out
-            hp.barrier_wait(refs.added_full)
-            (of_added,) = hp.multiply_all(SHAPE, [[(attention, refs.added.T)]])
-            hp.barrier_arrive(refs.added_free)
-            hp.barrier_arrive(refs.query_free.at[at])
-            hp.wait_smem_to_gmem(0, wait_read_only=True)
-            out_tile[...] = (out + of_added).astype(jnp.bfloat16)
-            hp.commit_smem()
-            head.store_outputs(token, live, out_rows, values)
-
-        jax.lax.fori_loop(0, count, one, None)
+        jax.lax.fori_loop(0, self.count, self.write_chunk, None)
         hp.wait_smem_to_gmem(0, wait_read_only=True)
-        head.clear_outputs(head.row.total, values)
+        self.head.clear_outputs(self.row.total, self.values)
 
-    hp.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
+    def write_chunk(self, chunk: Any, _: None) -> None:
+        """Compute the outputs of one chunk."""
+        refs, head, at = self.refs, self.head, jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES))
+        token, live = self.row.tokens_of(chunk)
+        hp.barrier_wait(refs.query_full.at[at])
+        hp.barrier_wait(refs.state_full)
+        queries, attention = head.keys_of("q_before", at), refs.squares["attention"].at[at]
+        (out,) = hp.multiply_all(SHAPE, [[(queries[n], refs.states.at[n].T) for n in head.key_tiles]])
+        hp.barrier_arrive(refs.state_free)
+        if not head.per_channel:
+            out = hp.along_rows(hp.load_per_row(refs.of_query.at[at]), TILE) * out
+        hp.barrier_wait(refs.added_full)
+        (of_added,) = hp.multiply_all(SHAPE, [[(attention, refs.added.T)]])
+        hp.barrier_arrive(refs.added_free)
+        hp.barrier_arrive(refs.query_free.at[at])
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
+        head.token_tiles["out"][...] = (out + of_added).astype(jnp.bfloat16)
+        hp.commit_smem()
+        head.store_outputs(token, live, head.token_rows["out"], self.values)
 
 
 def memory(key_dim: int, terms: int, dtype: Any, _pool: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
