@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.cases import implementations, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import span_per_turn
+from benchmarks.workloads.all_reduce import CASES, Case
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Mailboxes, Run, all_reduce, all_reduce_rms_norm
-from pallas_kernels.all_reduce.cases import CASES, Case
 from pallas_kernels.all_reduce.config import Config
 
 CALLS = 64

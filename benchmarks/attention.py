@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.cases import TUNE, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import kernel_times
+from benchmarks.workloads.paged_attention import DECODE_CASES, PROMPT_CASES, Case
 from pallas_kernels import Rows, Run, paged_attention, token_rows
-from pallas_kernels.paged_attention.cases import DECODE_CASES, PROMPT_CASES, Case
 from pallas_kernels.paged_attention.config import Config
 
 ROTATION_BYTES = 5 * 60 * 2**20  # five times an H200's L2

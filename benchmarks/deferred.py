@@ -26,8 +26,8 @@ from benchmarks.kernel_benchmark import ROTATION_BYTES
 from benchmarks.kernels import time_ours
 from benchmarks.rows import Row, append, facts
 from benchmarks.timing import copy_bandwidth, kernel_times
-from pallas_kernels.gated_delta_rule.deferred import cases as delta_rule_cases
-from pallas_kernels.selective_state_update.deferred import cases as mamba2_cases
+from benchmarks.workloads import gated_delta_rule_deferred as delta_rule_cases
+from benchmarks.workloads import selective_state_deferred as mamba2_cases
 
 LAUNCHES = 3
 

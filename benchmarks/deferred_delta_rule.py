@@ -10,9 +10,9 @@ import numpy as np
 from benchmarks.deferred_bench import Bench, exact
 from benchmarks.kernel_benchmark import KernelBenchmark, itemsize
 from benchmarks.update import delta_rule_benchmark
-from pallas_kernels.gated_delta_rule import cases as update_cases
+from benchmarks.workloads import gated_delta_rule as update_cases
+from benchmarks.workloads.gated_delta_rule_deferred import Case
 from pallas_kernels.gated_delta_rule.deferred import DeltaRuleEntries, gated_delta_rule_deferred
-from pallas_kernels.gated_delta_rule.deferred.cases import Case
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
 
 Variant = DeferredConfig | None  # None is the Mosaic GPU kernel, which has no configuration

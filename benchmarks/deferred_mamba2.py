@@ -10,9 +10,9 @@ import numpy as np
 from benchmarks.deferred_bench import Bench, exact
 from benchmarks.kernel_benchmark import KernelBenchmark, itemsize
 from benchmarks.update import state_space_benchmark
-from pallas_kernels.selective_state_update import cases as update_cases
+from benchmarks.workloads import selective_state_update as update_cases
+from benchmarks.workloads.selective_state_deferred import Case
 from pallas_kernels.selective_state_update.deferred import Mamba2Entries, selective_state_deferred
-from pallas_kernels.selective_state_update.deferred.cases import Case
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig, default_config
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.cases import implementations, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import kernel_times, span_per_turn
+from benchmarks.workloads.least_kept import CASES, Case
 from pallas_kernels import Run, least_kept
-from pallas_kernels.least_kept.cases import CASES, Case
 from pallas_kernels.least_kept.config import Config
 
 TURNS = 16

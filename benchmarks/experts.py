@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.cases import TUNE, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
+from benchmarks.workloads.mixture_of_experts import QWEN_CASES, Case
 from pallas_kernels import Routing, Run, choose_experts, mixture_of_experts
-from pallas_kernels.mixture_of_experts.cases import QWEN_CASES, Case
 from pallas_kernels.mixture_of_experts.config import Config, Product
 
 FLOPS_PER_US = 790e6  # of a large bfloat16 product on one H200

@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.cases import options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
+from benchmarks.workloads.linear import CASES, Case
 from pallas_kernels import Run, linear, linear_sums
-from pallas_kernels.linear.cases import CASES, Case
 from pallas_kernels.linear.config import Config, default_config
 
 ROTATION_BYTES = 10 * 60 * 2**20  # ten times an H200's L2, which keeps some of what three times its size brings

@@ -20,14 +20,14 @@ import numpy as np
 
 from benchmarks import reference
 from benchmarks.kernel_benchmark import KernelBenchmark, itemsize, locations, random_pool, rotate, tolerance
+from benchmarks.workloads import causal_conv1d as causal_conv1d_cases
+from benchmarks.workloads import gated_delta_rule as gated_delta_rule_cases
+from benchmarks.workloads import selective_scan as selective_scan_cases
+from benchmarks.workloads import ssd as ssd_cases
 from pallas_kernels import Rows, Run, causal_conv1d_prefill, chunk_rows, gated_delta_rule_prefill, selective_scan, ssd
-from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.causal_conv1d.config import default_prefill_config as conv_config
-from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.gated_delta_rule.config import default_prefill_config as delta_rule_config
-from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.selective_scan.config import default_config as scan_config
-from pallas_kernels.ssd import cases as ssd_cases
 from pallas_kernels.ssd.config import default_config as ssd_config
 
 # The reference computes only the first tokens of the longest row, and some channels. Outputs are causal, float64 is

@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.cases import implementations, options_parser, run_cases
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
+from benchmarks.workloads.rotary import CASES, Case
 from pallas_kernels import HeadNorms, PageIndices, Run, rotate_and_store
-from pallas_kernels.rotary.cases import CASES, Case
 from pallas_kernels.rotary.config import Config
 
 LAYERS = 4

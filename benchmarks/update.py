@@ -16,6 +16,10 @@ from benchmarks.kernel_benchmark import (
     rotate,
     tolerance,
 )
+from benchmarks.workloads import causal_conv1d as causal_conv1d_cases
+from benchmarks.workloads import gated_delta_rule as gated_delta_rule_cases
+from benchmarks.workloads import selective_state_update as selective_state_update_cases
+from benchmarks.workloads import state_copy as state_copy_cases
 from pallas_kernels import (
     NULL_BLOCK,
     BoundaryWindow,
@@ -27,13 +31,9 @@ from pallas_kernels import (
     selective_state_update,
     state_copy,
 )
-from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.causal_conv1d.config import default_config as conv_config
-from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.gated_delta_rule.config import default_config as delta_rule_config
-from pallas_kernels.selective_state_update import cases as selective_state_update_cases
 from pallas_kernels.selective_state_update.config import default_config as state_space_config
-from pallas_kernels.state_copy import cases as state_copy_cases
 from pallas_kernels.state_copy.config import default_config as copy_config
 
 

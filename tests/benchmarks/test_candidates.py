@@ -12,14 +12,14 @@ from benchmarks import (
     experts,
     rotary,
 )
+from benchmarks.workloads.least_kept import CASES as DRAWING_CASES
+from benchmarks.workloads.mixture_of_experts import Case as ExpertsCase
+from benchmarks.workloads.paged_attention import Case as AttentionCase
+from benchmarks.workloads.rotary import CASES as ROTARY_CASES
 from pallas_kernels import Run
-from pallas_kernels.least_kept.cases import CASES as DRAWING_CASES
-from pallas_kernels.mixture_of_experts.cases import Case as ExpertsCase
-from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from pallas_kernels.product_chain import product_chain
 from pallas_kernels.product_chain.cases import Case as ChainCase
 from pallas_kernels.product_chain.cases import Mixture
-from pallas_kernels.rotary.cases import CASES as ROTARY_CASES
 
 # What benchmarks of two candidates compare.
 CANDIDATES = dict(

@@ -13,7 +13,7 @@ from benchmarks import (
     prefill,
 )
 from benchmarks.kernels import OPS
-from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from benchmarks.workloads import gated_delta_rule as gated_delta_rule_cases
 
 CASES = [(op, case) for op, (cases, _) in OPS.items() for case in cases]
 KINDS = {case.name.split()[0]: (op, case) for op, case in reversed(CASES)}.values()

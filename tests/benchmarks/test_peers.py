@@ -14,7 +14,7 @@ from benchmarks import (
     kernels,
     prefill,
 )
-from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
+from benchmarks.workloads import causal_conv1d as causal_conv1d_cases
 
 
 class FakeTensor(SimpleNamespace):

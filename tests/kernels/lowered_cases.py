@@ -6,6 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
+from benchmarks.workloads import all_reduce as all_reduce_cases
+from benchmarks.workloads import causal_conv1d as causal_conv1d_cases
+from benchmarks.workloads import gated_delta_rule as gated_delta_rule_cases
+from benchmarks.workloads import gated_delta_rule_deferred as deferred_cases
+from benchmarks.workloads import least_kept as least_kept_cases
+from benchmarks.workloads import linear as linear_cases
+from benchmarks.workloads import mixture_of_experts as mixture_of_experts_cases
+from benchmarks.workloads import paged_attention as paged_attention_cases
+from benchmarks.workloads import rms_norm as rms_norm_cases
+from benchmarks.workloads import rotary as rotary_cases
+from benchmarks.workloads import selective_scan as selective_scan_cases
+from benchmarks.workloads import selective_state_deferred as deferred_mamba2_cases
+from benchmarks.workloads import selective_state_update as selective_state_update_cases
+from benchmarks.workloads import ssd as ssd_cases
+from benchmarks.workloads import state_copy as state_copy_cases
 from pallas_kernels import (
     BoundaryWindow,
     DeltaRuleEntries,
@@ -42,24 +57,9 @@ from pallas_kernels import (
     ssd,
     state_copy,
 )
-from pallas_kernels.all_reduce import cases as all_reduce_cases
-from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
-from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
-from pallas_kernels.gated_delta_rule.deferred import cases as deferred_cases
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
-from pallas_kernels.least_kept import cases as least_kept_cases
-from pallas_kernels.linear import cases as linear_cases
-from pallas_kernels.mixture_of_experts import cases as mixture_of_experts_cases
-from pallas_kernels.paged_attention import cases as paged_attention_cases
 from pallas_kernels.product_chain import cases as product_chain_cases
-from pallas_kernels.rms_norm import cases as rms_norm_cases
-from pallas_kernels.rotary import cases as rotary_cases
-from pallas_kernels.selective_scan import cases as selective_scan_cases
-from pallas_kernels.selective_state_update import cases as selective_state_update_cases
-from pallas_kernels.selective_state_update.deferred import cases as deferred_mamba2_cases
 from pallas_kernels.selective_state_update.deferred import selective_state_deferred
-from pallas_kernels.ssd import cases as ssd_cases
-from pallas_kernels.state_copy import cases as state_copy_cases
 
 SMS = {
     "NVIDIA H200": 132,

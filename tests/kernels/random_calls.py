@@ -28,10 +28,11 @@ from kernels.common import assert_close, assert_untouched
 from oracles import ops as oracle
 
 import pallas_kernels as ops
+from benchmarks.workloads import gated_delta_rule_deferred as deferred_cases
+from benchmarks.workloads import selective_state_deferred as deferred_mamba2_cases
 from pallas_kernels.all_reduce import config as all_reduce_config
 from pallas_kernels.causal_conv1d import config as conv_config
 from pallas_kernels.gated_delta_rule import config as delta_config
-from pallas_kernels.gated_delta_rule.deferred import cases as deferred_cases
 from pallas_kernels.gated_delta_rule.deferred import config as deferred_config
 from pallas_kernels.least_kept import config as least_kept_config
 from pallas_kernels.linear import config as linear_config
@@ -44,7 +45,6 @@ from pallas_kernels.rms_norm import config as rms_norm_config
 from pallas_kernels.rotary import config as rotary_config
 from pallas_kernels.selective_scan import config as scan_config
 from pallas_kernels.selective_state_update import config as update_config
-from pallas_kernels.selective_state_update.deferred import cases as deferred_mamba2_cases
 from pallas_kernels.selective_state_update.deferred import config as deferred_mamba2_config
 from pallas_kernels.ssd import config as ssd_config
 from pallas_kernels.state_copy import config as copy_config

@@ -30,6 +30,13 @@ from kernels.lowered_cases import (
 )
 
 from benchmarks import deferred_delta_rule, deferred_mamba2, pipeline
+from benchmarks.workloads import gated_delta_rule as gated_delta_rule_cases
+from benchmarks.workloads import gated_delta_rule_deferred as deferred_cases
+from benchmarks.workloads import linear as linear_cases
+from benchmarks.workloads import paged_attention as paged_attention_cases
+from benchmarks.workloads import selective_state_deferred as deferred_mamba2_cases
+from benchmarks.workloads import selective_state_update as selective_state_update_cases
+from benchmarks.workloads import ssd as ssd_cases
 from pallas_kernels import (
     Gates,
     Run,
@@ -37,15 +44,8 @@ from pallas_kernels import (
     state_copy,
 )
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
-from pallas_kernels.gated_delta_rule.deferred import cases as deferred_cases
-from pallas_kernels.linear import cases as linear_cases
-from pallas_kernels.paged_attention import cases as paged_attention_cases
 from pallas_kernels.product_chain import api as product_chain_api
 from pallas_kernels.product_chain import cases as product_chain_cases
-from pallas_kernels.selective_state_update import cases as selective_state_update_cases
-from pallas_kernels.selective_state_update.deferred import cases as deferred_mamba2_cases
-from pallas_kernels.ssd import cases as ssd_cases
 
 
 @pytest.mark.parametrize(

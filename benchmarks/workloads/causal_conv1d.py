@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.blocks import WindowLayout
+from pallas_kernels import WindowLayout
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.blocks import StateLayout
+from pallas_kernels import StateLayout
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
+from pallas_kernels import Activation
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Case:
     @property
     def up_size(self) -> int:
         """The number of outputs of an expert's first product."""
-        return ACTIVATIONS[self.activation].projections * self.size
+        return 2 * self.size if self.activation == "swiglu" else self.size
 
 
 _JAMBA: dict[str, Any] = dict(experts=16, top_k=2, hidden=4096, size=14336)
