@@ -133,10 +133,28 @@ def causal_conv1d_prefill(
     than width-1 tokens, the window starts with inputs from the old one. A row's outputs and window are the same bits,
     however its tokens were split over calls. "xla" can be differentiated.
 
-    See `causal_conv1d_update` for the results, the errors and the arguments, also for the rows, with `window_read`,
-    `window_row` and `write`. `window_row` is not 0 if the chunk follows a verify step. `checkpoints` may be given instead of
-    `boundary`: after these numbers of tokens the window is kept as well. Channels of `x` after the channels of `weight` are
-    ignored, so that the first columns of a wider product need not be copied out of it. `run` has a `PrefillConfig`.
+    Args:
+        x: Inputs of all rows, packed. Channels after the channels of `weight` are ignored, so that the first columns
+            of a wider product need not be copied out of it.
+        pool: Windows of all layers and blocks in `layout`, the oldest input first. It is updated in place if the enclosing
+            jit donates it, and copied otherwise.
+        weight: Taps; the last one is for the current token.
+        bias: Bias that is added before the activation, or None.
+        rows: The rows, with `window_read`, `window_row` and `write`. `window_row` is not 0 if the chunk follows a verify
+            step. `write[r, 0]` receives row r's new window. `checkpoints` may be given: after these numbers of tokens the
+            window is kept as well.
+        activation: The activation function, "silu" or None.
+        parts: Sizes of the outputs, into which the channels are cut. None returns one array, which is no tuple.
+        layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window].
+        run: How it runs: by "xla" or "triton", with a `PrefillConfig` for the Triton kernel.
+
+    Returns:
+        The outputs in x's dtype, one array or a tuple of one for each of `parts`, which are 0 for tokens after the last
+        row; and the updated pool.
+
+    Raises:
+        ValueError: if a shape or dtype breaks the contract, if `parts` are not all channels, or if the rows lack a field.
+        UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments.
     """
     name, channels = "causal_conv1d_prefill", weight.shape[1]
     check(name, x, pool, weight, activation, layout)

@@ -172,12 +172,30 @@ def gated_delta_rule_recurrent(
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
     """Run the gated delta rule over decode and verify rows from queries, keys, values, log decays and beta.
 
-    It differs from `gated_delta_rule_update`, which has the other arguments and the errors, only in its inputs: they are
-    given separately, and the gates are computed already, for example by `gated_delta_rule_gates`. It takes the same rows,
-    with `read` and `write`. It has no kernel by Mosaic GPU.
+    It differs from `gated_delta_rule_update` only in its inputs: they are given separately, and the gates are computed
+    already, for example by `gated_delta_rule_gates`.
 
-    Value head h uses key head h // (value_heads // key_heads). The log decay g is at most 0, per head, or per key channel
-    for Kimi delta attention. The correction strength beta is in [0, 2]. The outputs have v's dtype.
+    Args:
+        q: Queries of all rows, packed.
+        k: Keys of all rows, packed.
+        v: Values of all rows, packed. Value head h uses key head h // (value_heads // key_heads).
+        g: Log decay, at most 0, per head, or per key channel for Kimi delta attention.
+        beta: Correction strength, in [0, 2].
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
+        rows: The rows, with `read` and `write`. The state after token t of row r goes to write[r, t].
+        scale: Factor of the queries. None means key_dim ** -0.5.
+        use_qk_l2norm: Whether queries and keys are normalised to unit length first.
+        layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
+            value_dim].
+        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
+
+    Returns:
+        The outputs in v's dtype, which are 0 for tokens after the last row, and the updated pool.
+
+    Raises:
+        ValueError: if a shape or dtype breaks the contract.
+        UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments.
     """
     name = "gated_delta_rule_recurrent"
     _check_heads(name, k, v, pool, layout)
@@ -238,9 +256,21 @@ def gated_delta_rule_prefill(
 
     Source: the UT transform of Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 
-    See `gated_delta_rule_recurrent` for the arguments, but for the rows, with `read`, `write` and `chunks`. The state after
-    row r goes to write[r, 0]. `checkpoints` may be given: after these numbers of tokens, each the end of a chunk, the state
-    is kept as well. `run` may name "mosaic_gpu", or have a `PrefillConfig` for the Triton kernels.
+    Args:
+        q: Queries of all rows, packed.
+        k: Keys of all rows, packed.
+        v: Values of all rows, packed. Value head h uses key head h // (value_heads // key_heads).
+        g: Log decay, at most 0, per head, or per key channel for Kimi delta attention.
+        beta: Correction strength, in [0, 2].
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
+        rows: The rows, with `read`, `write` and `chunks`. The state after row r goes to write[r, 0]. `checkpoints` may be
+            given: after these numbers of tokens, each the end of a chunk, the state is kept as well.
+        scale: Factor of the queries. None means key_dim ** -0.5.
+        use_qk_l2norm: Whether queries and keys are normalised to unit length first.
+        layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
+            value_dim].
+        run: How it runs: by "xla", "triton" or "mosaic_gpu", with a `PrefillConfig` for the Triton kernels.
 
     Returns:
         The outputs in v's dtype, which are 0 for tokens after the last row, and the updated pool.

@@ -38,9 +38,21 @@ def selective_scan(
 
     Source: Gu, Dao, "Mamba" (2023).
 
-    See `selective_state_update` for the arguments, also for the rows, with `read` and `write`. `query_start_loc` starts at
-    0, and `write[r, 0]` receives row r's final state. `checkpoints` may be given: after these numbers of tokens the state is
-    kept as well. There is no kernel by Mosaic GPU.
+    Args:
+        x: Inputs of all rows, packed.
+        dt: Raw step sizes, per channel.
+        A: -exp(A_log), per channel and state.
+        B: Input projections. Head h uses group h // (heads // groups).
+        C: Output projections, in the same groups as B.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
+        rows: The rows, with `read` and `write`. `query_start_loc` starts at 0. `write[r, 0]` receives row r's final state.
+            `checkpoints` may be given: after these numbers of tokens the state is kept as well.
+        D: Skip connection, or None.
+        z: Raw gate of the outputs, or None.
+        dt_bias: Bias that is added to `dt` before the softplus, or None.
+        dt_softplus: Whether a softplus is applied to `dt`.
+        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
 
     Returns:
         The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.

@@ -48,9 +48,22 @@ def ssd(
 
     Source: Dao, Gu, "Transformers are SSMs" (2024).
 
-    See `selective_state_update` for the arguments, but for the rows, with `read`, `write` and `chunks`. `write[r, 0]`
-    receives row r's final state. `checkpoints` may be given: after these numbers of tokens, each of which must be the end of
-    a chunk, the state is kept as well. Without `dt_softplus`, `dt` must not be negative.
+    Args:
+        x: Inputs of all rows, packed.
+        dt: Raw step sizes, per head.
+        A: -exp(A_log), per head.
+        B: Input projections. Head h uses group h // (heads // groups).
+        C: Output projections, in the same groups as B.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
+        rows: The rows, with `read`, `write` and `chunks`. `write[r, 0]` receives row r's final state. `checkpoints` may be
+            given: after these numbers of tokens, each of which must be the end of a chunk, the state is kept as well.
+        D: Skip connection, per head or per channel, or None.
+        z: Raw gate of the outputs, or None.
+        dt_bias: Bias that is added to `dt` before the softplus, or None.
+        dt_softplus: Whether a softplus is applied to `dt`. If not, `dt` must not be negative.
+        run: How it runs: by "xla", "triton" or "mosaic_gpu", with a `Config` for the Triton kernel. Mosaic GPU is selected
+            if JAX's default device is a Hopper GPU.
 
     Returns:
         The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.
