@@ -48,8 +48,8 @@ class Corrections:
         Raises:
             ValueError: An entry is wrong. The text names it.
         """
-        given = bucket, slots, num_computed_tokens, align.max_model_len + 1
-        bucket, found, computed = entries_from_host("Corrections", align, *given)
+        given = bucket, slots, num_computed_tokens
+        bucket, found, computed = entries_from_host("Corrections", align, *given, may_be_full=True)
         padded = np.full((2, bucket), -1, np.int32)
         padded[:, : len(found)] = found, computed
         slot, counts = map(put, padded)

@@ -52,9 +52,17 @@ class AlignState:
 
 
 def entries_from_host(
-    owner: str, align: AlignConfig, bucket: int, slots: Sequence[int], num_computed_tokens: Sequence[int], limit: int
+    owner: str,
+    align: AlignConfig,
+    bucket: int,
+    slots: Sequence[int],
+    num_computed_tokens: Sequence[int],
+    *,
+    may_be_full: bool = False,
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """Returns `bucket`, and as int32 [entries] at most so many slots, each with a number of tokens below `limit`.
+    """Returns `bucket`, and as int32 [entries] at most so many slots, each with a number of tokens.
+
+    The number is below `max_model_len`, or at most that with `may_be_full`.
 
     Raises:
         ValueError: An entry is wrong. The text names it after its `owner`.
@@ -69,6 +77,7 @@ def entries_from_host(
             f"got {len(slots)} and {len(counts)}"
         )
     values.require(len(set(slots)) == len(slots), f"{owner}: slots", "distinct", list(slots))
+    limit = align.max_model_len + may_be_full
     for entry, (slot, count) in enumerate(zip(slots, counts, strict=True)):
         for name, value, end in (("slot", slot, align.max_num_seqs), ("num_computed_tokens", count, limit)):
             if not 0 <= value < end:
@@ -116,8 +125,7 @@ class Additions:
         Raises:
             ValueError: An entry is wrong. The text names it.
         """
-        given = bucket, slots, num_computed_tokens, align.max_model_len
-        bucket, found, computed = entries_from_host("Additions", align, *given)
+        bucket, found, computed = entries_from_host("Additions", align, bucket, slots, num_computed_tokens)
         padded = np.full((3, bucket), -1, np.int32)
         padded[:, : len(found)] = found, computed, column_of(computed, align.state_block_size)
         slot, computed, column = map(put, padded)
