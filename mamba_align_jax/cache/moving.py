@@ -79,13 +79,10 @@ class Admission:
         """Makes the entries findable and lets go of them. Call it when they are filled."""
         self._pages.publish()
         self._states.publish()
-        self._release()
+        self.withdraw()
 
     def withdraw(self) -> None:
-        """Lets go of the entries: those that were not cached before are free again."""
-        self._release()
-
-    def _release(self) -> None:
+        """Lets go of the entries: those that are not cached are free again."""
         self._pages.release()
         self._states.release()
 

@@ -44,6 +44,18 @@ class AttentionConfig(HeadsConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig(AttentionConfig):
+    """The fields of attention and of gated delta nets, as `attention` and `gated_delta_net` read them."""
+
+    layer_types: tuple[str, ...]
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mamba2Config(AttentionConfig):
     """The fields of attention and of Mamba-2, as `attention` and `mamba2` read them."""
 

@@ -48,10 +48,8 @@ class Config(HeadsConfig):
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes layer kinds, and sizes that follow from others: see `ModelConfig.derive`."""
         require(config, hidden_act=("silu",), mamba_inner_layernorms=(True,))
-        layers, period, offset = (
-            config.get(name, default)
-            for name, default in (("num_hidden_layers", 0), ("attn_layer_period", 8), ("attn_layer_offset", 4))
-        )
+        layers = config.get("num_hidden_layers", 0)
+        period, offset = config.get("attn_layer_period", 8), config.get("attn_layer_offset", 4)
         given = config.get("layers_block_type") or config.get("layer_types")
         given = given or [MAMBA if n % period != offset else ATTENTION for n in range(layers)]
         kinds = {"layer_types": [_KINDS.get(kind, kind) for kind in given]}

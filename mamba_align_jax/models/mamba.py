@@ -24,16 +24,22 @@ PREFIXES = ("backbone", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
-    """The fields of config.json that shape the model, under their published names."""
+class BackboneConfig(ModelConfig):
+    """The fields of a `Backbone` and of its Mamba mixers, under their published names."""
 
-    state_size: int = 16
     conv_kernel: int = 4
-    time_step_rank: int
     layer_norm_epsilon: float = 1e-5
     use_conv_bias: bool = True
     use_bias: bool = False
     residual_in_fp32: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BackboneConfig):
+    """The fields of config.json that shape the model, under their published names."""
+
+    state_size: int = 16
+    time_step_rank: int
     tie_word_embeddings: bool = True
     model_type: str = "mamba"
 
@@ -52,7 +58,7 @@ class Config(ModelConfig):
 class Layer(nnx.Module):
     """Computes x + mixer(norm(x)), where a feed-forward layer may stand in for the mixer."""
 
-    def __init__(self, config: Any, mixer: nnx.Module) -> None:
+    def __init__(self, config: BackboneConfig, mixer: nnx.Module) -> None:
         """Makes a layer around a mixer or a feed-forward layer."""
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mixer = mixer
@@ -76,7 +82,7 @@ class Layer(nnx.Module):
 class Backbone(CausalLM):
     """A causal language model with one mixer per layer. Its residual stream is float32 if `residual_in_fp32`."""
 
-    def __init__(self, config: Any, mixers: Sequence[nnx.Module], rngs: nnx.Rngs) -> None:
+    def __init__(self, config: BackboneConfig, mixers: Sequence[nnx.Module], rngs: nnx.Rngs) -> None:
         """Makes a model around `mixers`, of which there is one for each layer, in order."""
         layers = [Layer(config, mixer) for mixer in mixers]
         norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)

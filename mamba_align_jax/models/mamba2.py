@@ -9,24 +9,19 @@ from typing import Any
 from flax import nnx
 
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
-from mamba_align_jax.models.config import ModelConfig, agree, require, wrong
-from mamba_align_jax.models.mamba import Backbone
+from mamba_align_jax.models.config import agree, require, wrong
+from mamba_align_jax.models.mamba import Backbone, BackboneConfig
 from mamba_align_jax.models.mamba import sources as sources
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(BackboneConfig):
     """The fields of config.json that shape the model, under their published names."""
 
     num_heads: int = 128
     head_dim: int = 64
     state_size: int = 128
     n_groups: int = 8
-    conv_kernel: int = 4
-    layer_norm_epsilon: float = 1e-5
-    use_conv_bias: bool = True
-    use_bias: bool = False
-    residual_in_fp32: bool = True
     model_type: str = "mamba2"
 
     @classmethod

@@ -20,7 +20,7 @@ from mamba_align_jax.layers.moe import Experts, MixtureOfExperts, SigmoidGate
 from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.models import mamba, mamba2
-from mamba_align_jax.models.config import ModelConfig, require, wrong
+from mamba_align_jax.models.config import require, wrong
 from mamba_align_jax.models.sources import Source, experts
 from mamba_align_jax.sharding import Part
 from pallas_kernels import Run
@@ -30,7 +30,7 @@ _KINDS = {"M": MAMBA, "*": ATTENTION, "-": MLP_, "E": MOE, "mamba": MAMBA, "atte
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(mamba.BackboneConfig):
     """The fields of config.json that shape the model, under their published names."""
 
     layers_block_type: tuple[str, ...]
@@ -38,7 +38,6 @@ class Config(ModelConfig):
     mamba_head_dim: int
     ssm_state_size: int
     n_groups: int
-    conv_kernel: int = 4
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -51,9 +50,6 @@ class Config(ModelConfig):
     topk_group: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
-    layer_norm_epsilon: float = 1e-5
-    use_conv_bias: bool = True
-    use_bias: bool = False
     mlp_bias: bool = False
     attention_bias: bool = False
     residual_in_fp32: bool = False

@@ -13,7 +13,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry
 from mamba_align_jax.models.config import layer_kinds, require, rotation
-from mamba_align_jax.models.hybrid import AttentionConfig, HybridModel, PreNormLayer, attention, gated_delta_net
+from mamba_align_jax.models.hybrid import DeltaNetConfig, HybridModel, PreNormLayer, attention, gated_delta_net
 from mamba_align_jax.models.sources import Source, in_model, joined, named, parts, taps
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -22,15 +22,9 @@ _OUTPUT_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionConfig):
+class Config(DeltaNetConfig):
     """The fields of config.json that shape the model, under their published names."""
 
-    layer_types: tuple[str, ...]
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    linear_conv_kernel_dim: int = 4
     linear_allow_neg_eigval: bool = True
     rope_theta: float = 0.0
     model_type: str = "olmo_hybrid"

@@ -11,7 +11,7 @@ from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import layer_kinds, require, rotation
-from mamba_align_jax.models.hybrid import AttentionConfig, PreNormLayer, attention, gated_delta_net
+from mamba_align_jax.models.hybrid import DeltaNetConfig, PreNormLayer, attention, gated_delta_net
 from mamba_align_jax.models.mtp import MTPHead
 from mamba_align_jax.models.sources import Source, experts, joined, named, tensor
 
@@ -19,15 +19,9 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionConfig):
+class Config(DeltaNetConfig):
     """The fields of config.json that shape the model, under their published names."""
 
-    layer_types: tuple[str, ...]
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    linear_conv_kernel_dim: int = 4
     partial_rotary_factor: float = 0.25
     num_experts: int = 0
     num_experts_per_tok: int = 0
