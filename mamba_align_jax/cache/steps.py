@@ -98,9 +98,8 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
         )
         for name, count in counts.items():
             if type(count) is not int:
-                raise ValueError(
-                    f"allocate: {name} must be an int of Python, got {count!r} of type {type(count).__name__}"
-                )
+                got = f"{count!r} of type {type(count).__name__}"
+                raise ValueError(f"allocate: {name} must be an int of Python, got {got}")
         raise ValueError(
             f"allocate: a step must have 0 <= min_computed <= max_computed and at most num_speculative_tokens = "
             f"{max_drafts} drafts, fewer than its tokens, got min_computed = {min_computed!r}, max_computed = "

@@ -1,12 +1,9 @@
-"""A block of attention and MLP that several layers share, and the adapters that each of them adds to it (Zamba2).
+"""Adapters that each of several layers adds to a block of attention and MLP that they share (Zamba2).
 
 An adapter is a product of low rank, up(down(x)), which is added to a projection of the block.
 
 Sources: Glorioso et al., "The Zamba2 Suite" (2024); Hu et al., "LoRA" (2021).
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 from flax import nnx
@@ -16,51 +13,8 @@ from mamba_align_jax.layers.chain import Inputs, settled
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mlp import GatedMLP
-from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.sharding import Part, repeats
-
-
-class SharedBlock(nnx.Module):
-    """The weights that layers share. Layers run them through `AdaptedAttention` and `AdaptedMLP`."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int,
-        intermediate_size: int,
-        epsilon: float,
-        dtype: str,
-        rngs: nnx.Rngs,
-        *,
-        bias: bool = False,
-        rotary_dim: int = 0,
-        rope_theta: float = 1e4,
-        rope_scaling: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Makes a block with random weights. A head has 2 * hidden_size / heads dims.
-
-        Attention reads the residual stream and the embeddings, each of `hidden_size` channels. `bias` gives the MLP's
-        products biases. The rotation is that of `Attention`.
-        """
-        head_dim = 2 * hidden_size // heads
-        self.input_layernorm = RMSNorm(2 * hidden_size, epsilon)
-        self.pre_ff_layernorm = RMSNorm(hidden_size, epsilon)
-        self.self_attn = Attention(
-            2 * hidden_size,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            rngs=rngs,
-            rotary_dim=rotary_dim,
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            scale=(head_dim / 2) ** -0.5,
-            out_size=hidden_size,
-        )
-        self.feed_forward = GatedMLP(hidden_size, intermediate_size, dtype, rngs, bias=bias)
 
 
 class AdaptedMLP(nnx.Module):

@@ -13,12 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
+from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
-from mamba_align_jax.layers.shared_block import AdaptedAttention, AdaptedMLP, SharedBlock
+from mamba_align_jax.layers.shared_block import AdaptedAttention, AdaptedMLP
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, agree, layer_kinds, require, rotation
@@ -105,6 +107,30 @@ class Config(ModelConfig):
         return min(self.num_mem_blocks, hybrid) if self.shares_blocks else hybrid
 
 
+class SharedBlock(nnx.Module):
+    """The weights that layers share. Layers run them through `AdaptedAttention` and `AdaptedMLP`."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        c = config
+        # Attention reads the residual stream and the embeddings.
+        self.input_layernorm = RMSNorm(2 * c.hidden_size, c.rms_norm_eps)
+        self.pre_ff_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(
+            2 * c.hidden_size,
+            heads=c.num_attention_heads,
+            kv_heads=c.num_key_value_heads,
+            head_dim=c.head_dim,
+            dtype=c.dtype,
+            rngs=rngs,
+            rotary_dim=c.head_dim if c.use_mem_rope else 0,
+            rope_theta=c.rope_theta,
+            rope_scaling=c.rope_scaling,
+            scale=(c.head_dim / 2) ** -0.5,
+            out_size=c.hidden_size,
+        )
+        self.feed_forward = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs, bias=c.add_bias_linear)
+
+
 class Layer(nnx.Module):
     """Computes x = x + mamba(norm(x + y)), where y = linear(block(x)) if the layer hears a shared block, else 0."""
 
@@ -158,22 +184,7 @@ class Model(CausalLM):
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         c, hybrid = config, config.hybrid_layers
-        blocks = [
-            SharedBlock(
-                c.hidden_size,
-                heads=c.num_attention_heads,
-                kv_heads=c.num_key_value_heads,
-                intermediate_size=c.intermediate_size,
-                epsilon=c.rms_norm_eps,
-                dtype=c.dtype,
-                rngs=rngs,
-                bias=c.add_bias_linear,
-                rotary_dim=c.head_dim if c.use_mem_rope else 0,
-                rope_theta=c.rope_theta,
-                rope_scaling=c.rope_scaling,
-            )
-            for _ in range(c.num_blocks)
-        ]
+        blocks = [SharedBlock(c, rngs) for _ in range(c.num_blocks)]
         # The name comes before `layers`, so that the blocks' parameters have their places here and not in a layer.
         self.blocks = nnx.List(blocks)
         turns = {number: blocks[turn % c.num_blocks] for turn, number in enumerate(hybrid)}

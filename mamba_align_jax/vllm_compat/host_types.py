@@ -53,15 +53,10 @@ class InputBatch(Protocol):
 
 
 class HostCopyPlan(NamedTuple):
-    """A `CopyPlan` of NumPy arrays. It always has `max_num_seqs` rows, so that one compiled program runs all plans.
+    """A `CopyPlan` of NumPy arrays, with its names, shapes and meanings.
 
-    Unlike a plan of the device path, it contains no copy of a state onto itself.
-
-    Attributes:
-        recurrent_source: The block from which the recurrent states are copied. int32 [groups, rows].
-        conv_source: The block from which the conv windows are copied. int32 [groups, rows].
-        window_row: The first row of the window to copy. int32 [rows].
-        destination: The block to which both are copied, or NULL_BLOCK for no copy. int32 [groups, rows].
+    It always has `max_num_seqs` rows, so that one compiled program runs all plans. Unlike a plan of the device path, it
+    contains no copy of a state onto itself.
     """
 
     recurrent_source: np.ndarray
