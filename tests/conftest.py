@@ -75,8 +75,9 @@ SLOWEST = (
 )
 
 
-# Folders whose modules have the same engine, and so the same programs.
-SHARED_PROGRAMS = ("serve",)
+# Folders whose modules have the same engines, and so the same programs: at all depths, and at the quick one, where so few
+# programs are compiled that a process may hold them.
+SHARED_PROGRAMS, SHARED_BY_FEW = ("serve",), ("engine", "failures")
 NO_TIME = "no time is left for deep tests"
 
 # Without the extra `serve`, as on a machine that only has the core's dependencies, the server's tests are left out.
@@ -192,7 +193,8 @@ def programs(request):
     yield
     # A program holds memory maps, of which Linux gives a process 65,530. The programs of the whole suite need more,
     # and XLA crashes when they run out.
-    if request.path.parent.name not in SHARED_PROGRAMS:
+    shared = SHARED_PROGRAMS if depth.is_full() else (*SHARED_PROGRAMS, *SHARED_BY_FEW)
+    if request.path.parent.name not in shared:
         jax.clear_caches()
 
 
@@ -223,9 +225,18 @@ def few_programs():
         yield
 
 
+@pytest.fixture(scope="module")
+def fewest_programs():
+    """Gives an engine one program at the quick depth, and all its programs at the full depth."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not depth.is_full():
+            give_programs(patch, lambda module, *sizes: [module.Bucket(*sizes)])
+        yield
+
+
 @pytest.fixture
 def every_program(monkeypatch):
-    """Gives an engine all its programs in a module that uses `few_programs`."""
+    """Gives an engine all its programs in a module that uses `few_programs` or `fewest_programs`."""
     give_programs(monkeypatch, lambda module, *sizes: module.all_buckets(*sizes))
 
 

@@ -51,31 +51,40 @@ def test_cases_that_pytest_collects_share_their_values(request, op, how):
 def test_the_first_cases_are_kept():
     assert [case.values for case in quick.first(1)(cases())] == [("a", "xla", 1)]
     assert [case.values for case in quick.first(1, per="op")(cases())] == [(op, "xla", 1) for op in "abc"]
-    kept = [case.values for case in quick.first(1, of="interpret")(cases())]
-    assert [values for values in kept if "interpret" in values] == [("a", "interpret", 1)]
-    assert len(kept) == 7
+    # A rule for many tests leaves those alone that do not have the parameter.
+    assert len(quick.first(1, per="another")(cases())) == 12
 
 
 def test_cases_of_some_values_are_kept_if_there_are_any():
     assert {case.values[0] for case in quick.only("b", "c")(cases())} == {"b", "c"}
     assert len(quick.only("another")(cases())) == 12
+    assert [case.values[0] for case in quick.only("dir")([Case(make=dir), Case(make=len)])] == [dir]
     assert quick.nothing(cases()) == []
 
 
-def test_rules_follow_one_that_leaves_a_test_out(monkeypatch):
-    class Item(Case):
-        path, originalname, name, marked = TESTS / "a/test_a.py", "test_a", "test_a", False
-        get_closest_marker = lambda self, name: None
+class Item(Case):
+    path, originalname, name, marked = TESTS / "a/test_a.py", "test_a", "test_a", False
+    get_closest_marker = lambda self, name: None
 
-        def add_marker(self, marker):
-            self.marked = True
+    def add_marker(self, marker):
+        self.marked = True
 
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ([("a/test_a.py::test_a", quick.nothing), ("a/*", quick.once)], 0),
+        ([("a/*", quick.once), ("b/*", quick.nothing)], 2),
+        ([("a/*", quick.nothing, "b/*", "*::test_a"), ("a/*", quick.first(1), "*::test_b")], 1),
+    ],
+)
+def test_a_test_follows_all_rules_that_are_for_it(monkeypatch, rules, kept):
     items = [Item(op=op, size=size) for op, size in itertools.product("ab", (1, 2))]
-    monkeypatch.setattr(quick, "RULES", (("a/test_a.py::test_a", quick.nothing), ("a/*", quick.once)))
+    monkeypatch.setattr(quick, "RULES", rules)
     for item in items:
         item.indices = dict.fromkeys(item.params, 0)
     quick.mark(items)
-    assert all(item.marked for item in items)
+    assert sum(not item.marked for item in items) == kept
 
 
 def test_every_rule_is_for_a_test():
@@ -84,7 +93,9 @@ def test_every_rule_is_for_a_test():
         for path in TESTS.rglob("*.py")
         for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
     ]
-    assert [pattern for pattern, _ in quick.RULES if not fnmatch.filter(names, pattern)] == []
+    # A rule keeps a test by name from what the others lose, so a name that no test has would be one that has changed.
+    named = [name for pattern, _, *others in quick.RULES for name in (pattern, *others)]
+    assert [pattern for pattern in named if not fnmatch.filter(names, pattern)] == []
 
 
 OPS = {name for name, value in vars(pallas_kernels).items() if callable(value)}
@@ -113,6 +124,10 @@ def test_every_op_mode_policy_family_and_way_of_stepping_still_runs(request):
         for files, needed in NEEDED.items():
             there = lambda items, files=files: [item for item in items if re.search(files, item.nodeid)]
             assert needed & words(there(left_out)) <= words(there(kept)), files
+        # A kernel's file runs each implementation that it has, which is how each op does.
+        for path in sorted(collected):
+            of = lambda items, path=path: {"xla", "interpret"} & words([item for item in items if item.path == path])
+            assert path.parent.name != "kernels" or of(left_out) <= of(kept), path
         families = {ARCHITECTURES[word] for word in words(kept) & ARCHITECTURES.keys()}
         assert families == set(ARCHITECTURES.values())
         assert {path.parent for path in collected} == {item.path.parent for item in kept}

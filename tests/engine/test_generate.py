@@ -9,7 +9,7 @@ from fakes.spelling_engine import PARAMS, SIZES, SPELLER, assert_nothing_is_held
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.running.admission import seeded
 
-pytestmark = pytest.mark.usefixtures("few_programs")
+pytestmark = pytest.mark.usefixtures("fewest_programs")
 DRAWN = SamplingParams(max_tokens=8, temperature=60.0, seed=5, ignore_eos=True)
 
 

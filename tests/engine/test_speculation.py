@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import depth
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 K = 7
 SIZES = dict(block_size=8, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=96)
 SIZES |= dict(num_speculative_tokens=K, num_state_blocks=34, num_kv_pages=24, checked=True)
-pytestmark = pytest.mark.usefixtures("few_programs")
+pytestmark = pytest.mark.usefixtures("fewest_programs")
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 # How many drafts a verify row gets, and how many of them are right.
 PLAN = ((7, 7), (3, 1), (0, 0), (7, 0), (5, 5), (1, 1), (7, 3), (2, 2), (7, 6))
@@ -98,7 +99,7 @@ def test_any_acceptance_is_right_under_preemption(rng, make, reference):
     batch = prompts(rng, 30, 25, 40, 28, 9, 17)
     plain = undrafted(make, batch)
     engine = make(foresight(plain))
-    engine.warmup()
+    engine.warmup(draws=depth.is_full())
     programs = run_step._cache_size()
     outputs = engine.generate(batch, GREEDY)
     assert run_step._cache_size() == programs

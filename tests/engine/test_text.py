@@ -102,7 +102,7 @@ def test_wrong_tokenizer_file_raises(tmp_path, content):
 
 
 @pytest.fixture(scope="module")
-def engine(directory):
+def engine(directory, fewest_programs):
     return Engine.from_pretrained(directory, EngineConfig(**SIZES))
 
 
