@@ -22,6 +22,14 @@ def test_a_run_is_full_for_a_time(monkeypatch, value, seconds, is_full):
     assert depth.examples(2, 3) == (3 if is_full else 2)
 
 
+def test_any_file_comes_first_in_the_order_of_some_text():
+    """So over several commits, whose hashes are the texts, the deep tests of each file are run."""
+    files = [f"tests/test_{number}.py" for number in range(20)]
+    in_order = lambda text: sorted(files, key=lambda file: depth.place(file, text))
+    assert in_order("0") == in_order("0") != in_order("1")
+    assert {in_order(str(number))[0] for number in range(200)} == set(files)
+
+
 @pytest.mark.parametrize(
     ("options", "is_said"), [(["--depth=full", "--deep-minutes=0"], True), (["--depth=quick"], False)]
 )

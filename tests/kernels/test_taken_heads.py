@@ -21,7 +21,7 @@ from kernels.hopper_in_numpy import Slice, loop, loops_of_python, when
 from pallas_kernels.gated_delta_rule.prefill import chunk_states_128_sm90
 from pallas_kernels.gated_delta_rule.prefill.work_queue_sm90 import Work
 
-PROGRAMS, SECONDS, HEADS = 3, 10.0, 2
+PROGRAMS, SECONDS, HEADS = 3, 300.0, 2
 SLOW = 5e-3  # seconds for loads and copies, in which others go on
 WARPGROUPS = 1 + chunk_states_128_sm90.TILES
 KEY_DIM, PIECES = 128, 2

@@ -48,6 +48,7 @@ class Page:
     def __init__(self, browser, served, **options):
         self.calls, self.faults = [], []
         self.tab = browser.new_page(viewport=dict(width=1200, height=800), **options)
+        self.tab.set_default_timeout(300_000)  # ms
         self.tab.on("request", lambda request: self.calls.append(request.url))
         self.tab.on("pageerror", lambda error: self.faults.append(str(error)))
         self.tab.goto(f"http://127.0.0.1:{served.port}/")

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 import chex
+import depth
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,6 +140,8 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh, monkeypat
             # Several rows write guesses to page 0.
             np.testing.assert_allclose(got[:, 1:], first[:, 1:, :, heads], atol=ATOL, rtol=0)
     assert run_step._cache_size() == programs + 2
+    if not depth.is_full():
+        return  # A full run compiles another policy.
     config = EngineConfig(**SIZES, prompt_lookup_min=1, policy="pre_copy", async_stepping=True, checked=True)
     lookup = Engine(model, config, mesh=mesh)
     poison(lookup)

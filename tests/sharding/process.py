@@ -4,7 +4,7 @@
 
 `test_processes.py` starts it. One process has a mesh of as many simulated devices. Process 0 serves requests and prints what
 it found as JSON. The tasks: "interrupt" interrupts steps meanwhile, "work" then generates until the process is ended, "fail"
-raises; with "differ" each process has other weights.
+raises; with "differ" each process has other weights. "quick" steps in one way, and traces what a CPU runs alone.
 """
 
 import dataclasses
@@ -50,14 +50,14 @@ def make_model(seed=1):
     return nnx.merge(graph, nnx.from_flat_state(drawn))
 
 
-def serve(make_engine, interrupts=0):
+def serve(make_engine, interrupts=0, steppings=(False, True)):
     """Serves requests that arrive, are aborted and preempted; returns what they got and what was counted.
 
     With `interrupts`, steps are interrupted by a signal at any time, which may change what is counted, and how many tokens
     a request has when it is aborted.
     """
     found = []
-    for stepping in (False, True):
+    for stepping in steppings:
         engine = make_engine(EngineConfig(**SIZES, async_stepping=stepping))
         rng, when, outputs, ids = np.random.default_rng(0), np.random.default_rng(1), {}, []
         shared = rng.integers(0, VOCAB, 36).tolist()
@@ -127,18 +127,22 @@ def main(coordinator, num_processes, process_id, devices_each, *tasks):
         buckets.Bucket(self.align.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens, FULL)
     ]
     runner.StepRunner.buckets = property(one)
+    steppings = (False, True)
+    if "quick" in tasks:
+        steppings = (True,)
+        jax.lax.platform_dependent = lambda *operands, default, **others: default(*operands)
     if num_processes == 1:
         # Several processes launch no step ahead, so their steps are compared with those of one that does not, either.
         model_worker.is_slow_to_start = lambda mesh: False
         mesh, model = jax.make_mesh((devices_each,), ("tensor",)), make_model()
-        print(json.dumps(serve(lambda config: Engine(model, config, mesh=mesh))[0]))
+        print(json.dumps(serve(lambda config: Engine(model, config, mesh=mesh), steppings=steppings)[0]))
         return
     with Processes(coordinator, num_processes, process_id) as processes:
         model = make_model(seed=1 + process_id if "differ" in tasks else 1)
         if not processes.is_leader:
             processes.follow(model)
             return
-        found, engine = serve(functools.partial(processes.lead, model), int("interrupt" in tasks))
+        found, engine = serve(functools.partial(processes.lead, model), int("interrupt" in tasks), steppings)
         print(json.dumps(found), flush=True)
         if "work" in tasks:
             work(engine)
