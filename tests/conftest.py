@@ -75,8 +75,8 @@ SLOWEST = (
 )
 
 
-# Folders whose modules have the same engines, and so the same programs: at all depths, and at the quick one, where so few
-# programs are compiled that a process may hold them.
+# Folders whose modules have the same engines, and so the same programs: at all depths, and on a CPU at the quick one, where
+# there are so few programs that a process may hold them.
 SHARED_PROGRAMS, SHARED_BY_FEW = ("serve",), ("engine", "failures")
 NO_TIME = "no time is left for deep tests"
 
@@ -202,8 +202,8 @@ def programs(request):
     yield
     # A program holds memory maps, of which Linux gives a process 65,530. The programs of the whole suite need more,
     # and XLA crashes when they run out.
-    shared = SHARED_PROGRAMS if depth.is_full() else (*SHARED_PROGRAMS, *SHARED_BY_FEW)
-    if request.path.parent.name not in shared:
+    is_quick = jax.default_backend() == "cpu" and not depth.is_full()
+    if request.path.parent.name not in (*SHARED_PROGRAMS, *(SHARED_BY_FEW if is_quick else ())):
         jax.clear_caches()
 
 
