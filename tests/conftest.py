@@ -55,23 +55,18 @@ EXPECTED_WARNINGS = (
 # The files that take longest, in this order. A worker that starts one late would run it alone at the end.
 SLOWEST = (
     *("test_random_calls.py", "test_chained_decoding.py"),
-    *("test_generation.py", "test_reference.py", "test_engine.py", "test_sharding.py", "test_mamba_models.py"),
-    *("test_donation.py", "test_gated_delta_rule.py", "test_machine.py", "test_speculation.py", "test_readme.py"),
+    *("test_sharding.py", "test_mamba_models.py", "test_processes.py", "test_machine.py", "test_generation.py"),
     *(
-        "test_gated_delta_rule_prefill.py",
-        "test_ssd.py",
-        "test_causal_conv1d.py",
-        "test_pipeline.py",
-        "test_serving.py",
-    ),
-    *(
-        "test_train_byte_model.py",
-        "test_delta_nets.py",
+        "test_reference.py",
+        "test_engine.py",
         "test_mtp.py",
-        "test_soak.py",
-        "test_lowering.py",
-        "test_cli.py",
+        "test_speculation.py",
+        "test_deferred.py",
+        "test_donation.py",
     ),
+    *("test_gated_delta_rule.py", "test_gated_delta_rule_prefill.py", "test_kimi.py", "test_delta_nets.py"),
+    *("test_command.py", "test_readme.py", "test_ssd.py", "test_causal_conv1d.py", "test_lowering.py"),
+    *("test_pipeline.py", "test_serving.py", "test_train_byte_model.py", "test_soak.py", "test_cli.py"),
 )
 
 

@@ -167,7 +167,7 @@ RULES = (
     ("engine/test_deferred.py::test_a_running_request_holds_*", nothing),
     ("engine/test_deferred.py::test_a_boundary_is_published_*", nothing),
     ("engine/test_deferred.py::test_a_prefix_moves_*", nothing),
-    ("engine/test_engine.py::test_greedy_tokens_equal_those_of_transformers", only("async")),
+    ("engine/test_engine.py::test_greedy_tokens_equal_those_of_transformers", nothing),
     ("engine/test_engine.py::test_chunks_that_end_inside_*", nothing),
     ("engine/test_engine.py::test_evicted_prefixes_*", nothing),
     ("engine/test_engine.py::test_lost_states_*", nothing),
