@@ -1,5 +1,6 @@
 """HybridCache agrees with a simple model of cached prefixes, and with a device that stores in each block its tokens."""
 
+import depth
 from fakes.cache_machine import BLOCK, Machine
 from hypothesis import settings
 
@@ -15,7 +16,9 @@ class Interval(Machine):
 
 
 for machine in (Machine, Roomy, Interval):
-    machine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+    machine.TestCase.settings = settings(
+        max_examples=depth.examples(quick=25, full=80), stateful_step_count=50, deadline=None
+    )
 TestSmallPools = Machine.TestCase
 TestRoomyPools = Roomy.TestCase
 TestInterval = Interval.TestCase

@@ -2,6 +2,7 @@
 
 import random
 
+import depth
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -158,7 +159,9 @@ class EveryBoundary(Machine):
 
 
 for machine in (Machine, WithoutDrafts, OneBlockWindows, EveryBoundary):
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = settings(
+        max_examples=depth.examples(quick=20, full=60), stateful_step_count=40, deadline=None
+    )
 TestStateBlocks = Machine.TestCase
 TestWithoutDrafts = WithoutDrafts.TestCase
 TestOneBlockWindows = OneBlockWindows.TestCase
