@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from pathlib import Path
 
-import depth
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +114,7 @@ def test_drafts_equal_those_of_a_fresh_run_and_every_token_is_right(rng, make, f
     """The requests have chunked prompts next to decode rows, preemptions, and a prefix hit."""
     batch = [rng.integers(1, 256, length).tolist() for length in (30, 25, 56, 28, 9, 17)]
     engine = make()
-    engine.warmup(draws=depth.is_full())
+    engine.warmup()
     programs = run_step._cache_size()
     outputs, compared = run(engine, [(prompt, GREEDY) for prompt in batch], fresh)
     assert compared > 60
