@@ -4,6 +4,7 @@ vLLM's names, labels and buckets are those of its vllm/v1/metrics/loggers.py and
 """
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -111,16 +112,16 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, (*_LABELS, *labels), registry=self._registry)
 
-    def updated(self, update: RequestUpdate, seconds: float, *, is_first: bool, has_first_token: bool) -> None:
-        """Takes note of an update of a request, so many seconds after its call."""
+    def updated(self, update: RequestUpdate, called: float, *, is_first: bool, has_first_token: bool) -> None:
+        """Takes note of an update of a request, whose call came at `called`, in seconds of `time.perf_counter`."""
         if is_first and update.cache_miss is not None:
             self._misses.labels(*self._values, update.cache_miss).inc()
         if has_first_token:
-            self._first.observe(seconds)
+            self._first.observe(time.perf_counter() - called)
         self._generated.inc(len(update.token_ids))
         if update.output is not None:
             self._ends.labels(*self._values, update.output.finish_reason).inc()
-            self._whole.observe(seconds)
+            self._whole.observe(time.perf_counter() - called)
             times = sorted(set(update.output.token_times))
             for before, after in itertools.pairwise(times):
                 self._between.observe(after - before)

@@ -65,7 +65,7 @@ def take_stream(fields: Fields) -> Streaming | None:
     Options for a stream that is not asked for are refused.
     """
     stream = fields.take("stream", values.flag) or False
-    options = fields.take("stream_options", lambda name, value: Fields(value, name))
+    options = fields.take("stream_options", Fields)
     if options is None:
         return Streaming() if stream else None
     include_usage = options.take("include_usage", values.flag) or False

@@ -24,15 +24,12 @@ _FILLED_IN = {
 class Fields:
     """The fields of a JSON object. Each is taken once, and none may be left at the end. A null counts as absent."""
 
-    def __init__(self, content: Any, path: str = "") -> None:
-        """Takes a JSON value, which is refused if it is no object. `path` is the field that it was in; empty for a body."""
+    def __init__(self, path: str, content: Any) -> None:
+        """Takes the JSON value of the field `path`, empty for a body. It is refused if it is no object."""
         if not isinstance(content, Mapping):
             raise Refusal(400, f"{path or 'the body'} must be a JSON object", param=path or None)
         self._left = {name: value for name, value in content.items() if value is not None}
         self._path = path
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._left
 
     def take(self, name: str, check: Callable[..., T], *limits: Any) -> T | None:
         """Returns a field's value as `check(name, value, *limits)` returns it; None if the field is absent.
@@ -91,7 +88,7 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
         message = f"the body must arrive within {limits.receive_s:g} s"
         raise Refusal(408, message, code="body_timeout", headers={"connection": "close"}) from None
     try:
-        return Fields(json.loads(body.decode(), parse_constant=_no_constant))
+        return Fields("", json.loads(body.decode(), parse_constant=_no_constant))
     except UnicodeDecodeError as error:
         raise Refusal(400, f"the body must be UTF-8: {error.reason} at byte {error.start}") from error
     except RecursionError as error:

@@ -31,8 +31,8 @@ async def run_requests(
     try:
         async with aclosing(_merged([serving.generate(*request) for request in requests])) as updates:
             async for place, update in updates:
-                seconds, begins = time.perf_counter() - called, bool(update.token_ids) and place not in begun
-                metrics.updated(update, seconds, is_first=place not in known, has_first_token=begins)
+                begins = bool(update.token_ids) and place not in begun
+                metrics.updated(update, called, is_first=place not in known, has_first_token=begins)
                 known.add(place)
                 if begins:
                     begun.add(place)

@@ -37,7 +37,7 @@ def _messages(name: str, value: Any, limits: Limits) -> list[dict[str, Any]]:
 
 
 def _message(name: str, value: Any) -> dict[str, Any]:
-    fields = Fields(value, name)
+    fields = Fields(name, value)
     role = fields.need("role", values.choice, _ROLES, " (tools are not supported)")
     for other in ("tool_calls", "function_call", "refusal", "audio"):
         fields.refuse(other, ([], ""), "is not supported")
@@ -55,7 +55,7 @@ def _content(name: str, value: Any) -> str | list[dict[str, str]]:
 
 
 def _part(name: str, value: Any) -> str:
-    part = Fields(value, name)
+    part = Fields(name, value)
     part.need("type", values.choice, ("text",))
     text = part.need("text", values.text)
     part.end()

@@ -92,12 +92,12 @@ def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
 
     A format that is malformed, too large or unknown is refused.
     """
-    wanted = fields.take("response_format", lambda name, value: Fields(value, name))
+    wanted = fields.take("response_format", Fields)
     if wanted is None:
         return {}
     kind, schema = wanted.need("type", values.choice, ("text", "json_object", "json_schema")), _ANY_OBJECT
     if kind == "json_schema":
-        described = wanted.need("json_schema", lambda name, value: Fields(value, name))
+        described = wanted.need("json_schema", Fields)
         described.need("name", values.text)
         described.take("description", values.text)
         described.take("strict", values.flag)
