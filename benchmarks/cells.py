@@ -45,7 +45,12 @@ class Cell:
     @property
     def name(self) -> str:
         """The cell's part of "case" in its rows of results; how the engine steps follows it."""
-        return f"{self.workload.name} x{self.workload.num_requests} {self.loop.name} {self.engine}"
+        return f"{self.workload.name} x{self._num_requests} {self.loop.name} {self.engine}"
+
+    @property
+    def _num_requests(self) -> int:
+        of = self.workload
+        return of.prompts if isinstance(of, PrefixRepetition) else of.conversations * of.turns
 
     @property
     def sizes(self) -> Row:
@@ -55,7 +60,7 @@ class Cell:
     @property
     def guess_s(self) -> float:
         """About how many seconds one run of the large model takes on an H200, without compiling."""
-        requests, turns, step = self.workload.num_requests, 1, _STEP_S[self.speculation]
+        requests, turns, step = self._num_requests, 1, _STEP_S[self.speculation]
         if isinstance(self.workload, PrefixRepetition):
             cached = 0 if self.mode == "none" else self.workload.prefix
             tokens = self.workload.prefix + self.workload.suffix - cached

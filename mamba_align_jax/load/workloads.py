@@ -47,11 +47,6 @@ class PrefixRepetition:
         """The number of tokens of the longest sequence, prompt and answer."""
         return self.prefix + self.suffix + self.output
 
-    @property
-    def num_requests(self) -> int:
-        """The number of requests in all sessions."""
-        return self.prompts
-
     def sessions(self, vocab: int, seed: int) -> list[Session]:
         """Draws the sessions. Tokens are in [0, `vocab`); equal seeds, from 0 on, give equal sessions."""
         rng = _random(vocab, seed)
@@ -86,11 +81,6 @@ class MultiTurn:
     def longest(self) -> int:
         """The number of tokens of the longest sequence, prompt and answer."""
         return self.first + (self.turns - 1) * self.turn + self.turns * self.output
-
-    @property
-    def num_requests(self) -> int:
-        """The number of requests in all sessions."""
-        return self.conversations * self.turns
 
     def sessions(self, vocab: int, seed: int) -> list[Session]:
         """See `PrefixRepetition.sessions`."""
