@@ -114,6 +114,12 @@ def words(items):
     return {word for name in names for word in re.findall(r"\w+", name)}
 
 
+def implementations(items):
+    """The implementations of ops among the cases, of those that a CPU runs."""
+    values = (item.callspec.params.get("implementation") for item in items if hasattr(item, "callspec"))
+    return {value for value in values if value in ("xla", "interpret")}
+
+
 def test_every_op_mode_policy_family_and_way_of_stepping_still_runs(request):
     """The check needs all tests, so it says nothing in a run of some."""
     kept, left_out = request.session.items, request.config.stash[quick.LEFT_OUT]
@@ -124,8 +130,8 @@ def test_every_op_mode_policy_family_and_way_of_stepping_still_runs(request):
             assert needed & words(there(left_out)) <= words(there(kept)), files
         # The file of an op runs each implementation that it has. Others have the same ops again.
         for path in sorted(TESTS.glob("kernels/test_*.py")):
-            of = lambda items, path=path: {"xla", "interpret"} & words([item for item in items if item.path == path])
-            assert path.stem.endswith(("_layout", "_bits")) or of(left_out) <= of(kept), path
+            of = lambda items, path=path: implementations(item for item in items if item.path == path)
+            assert path.stem.endswith(("_layout", "_bits", "_calls")) or of(left_out) <= of(kept), path
         logits = [item for item in kept if re.match(r"tests/models/test_\w+\.py::test_(logits|prompt)_", item.nodeid)]
         families = {ARCHITECTURES[word] for word in words(logits) & ARCHITECTURES.keys()}
         assert families == set(ARCHITECTURES.values())
