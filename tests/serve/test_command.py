@@ -208,7 +208,7 @@ def test_what_exists_when_the_server_is_ready_is_not_collected_again():
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.deep)])
 def test_a_signal_lets_streams_finish_and_ends_the_process(number, tmp_path):
     arguments = ["serve", "--model", str(QUICK), "--port", "0", "--warmup", "none", "--max-model-len", "256"]
-    arguments += ["--save-cache", str(tmp_path)]
+    arguments += ["--save-cache", str(tmp_path), "--limit-drain-s", "300"]
     process = subprocess.Popen(
         [sys.executable, "-m", "mamba_align_jax", *arguments],
         stderr=subprocess.PIPE,

@@ -1,6 +1,5 @@
 """The server exports what its dashboard and other people's routers read, and the numbers are right."""
 
-import itertools
 import json
 import re
 import threading
@@ -120,9 +119,10 @@ def test_the_miss_of_a_request_that_generates_nothing_is_counted(served):
 
 
 def test_running_and_waiting_requests_are_seen(served, monkeypatch):
-    # The fourth step waits until the requests have been seen.
-    gate, steps, read = threading.Event(), itertools.count(), served.engine.runner.read
-    monkeypatch.setattr(served.engine.runner, "read", lambda step: (next(steps) < 3 or gate.wait(400), read(step))[1])
+    # The first step with all requests waits until they have been seen. On a busy machine steps begin before all have come.
+    gate, scheduler, read = threading.Event(), served.engine.scheduler, served.engine.runner.read
+    all_are_here = lambda: (len(scheduler.running), len(scheduler.waiting)) == (4, 2)
+    monkeypatch.setattr(served.engine.runner, "read", lambda step: (all_are_here() and gate.wait(400), read(step))[1])
 
     def seen(client):
         found = re.findall(r"^vllm:num_requests_(\w+)\{.*\} (\S+)$", client.get("/metrics").text, re.MULTILINE)
