@@ -335,7 +335,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "idle": ("idle_share", idle_table),
     "precision": ("top1_agreement", precision_table),
     "devices": ("weight_bytes_per_device", device_table),
-    "processes": ("processes", process_table),
+    "processes": ("engine_us_p90", process_table),
     "transfer": ("export_gb_per_s", transfer_table),
     "sequences": ("sequences", sequence_table),
     "published": ("source", published_table),
