@@ -77,7 +77,14 @@ class FoldPlaces(NamedTuple):
 
 
 def fold_places(base: Any, computed: Any, block_size: int, fold_length: int) -> FoldPlaces:
-    """Finds the places of deferred states, from the position of each row's state and that of its first token."""
+    """Finds the places of deferred states.
+
+    Args:
+        base: The position of each row's state.
+        computed: The position of each row's first token.
+        block_size: Tokens per column.
+        fold_length: Tokens per fold group.
+    """
     end = fold_end(base, fold_length)
     folds = computed >= end
     return FoldPlaces(column_of(base, block_size), folds, column_of(end, block_size), choose(folds, end, base))
@@ -103,9 +110,16 @@ def boundary_window(
 ) -> BoundaryWindow:
     """Finds the window of the boundary at the end of a row's fold group, if the group is complete and ends on one.
 
-    The window of the last step has a row for each of its tokens, so the boundary's window begins as many rows before
-    the row's own as there are tokens since the boundary. `old` and `accepted` are those of a policy, `base` and
-    `computed` those of `fold_places`.
+    The window of the last step has a row for each of its tokens, so the boundary's window begins as many rows before the
+    row's own as there are tokens since the boundary.
+
+    Args:
+        old: The running column before the step.
+        accepted: The tokens accepted in the last step.
+        base: The position of each row's state.
+        computed: The position of each row's first token.
+        block_size: Tokens per column.
+        fold_length: Tokens per fold group.
     """
     end = fold_end(base, fold_length)
     first_row, in_place = accepted - 1 + end - computed, column_of(end, block_size) == old

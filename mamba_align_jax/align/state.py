@@ -60,9 +60,12 @@ def entries_from_host(
     *,
     may_be_full: bool = False,
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """Returns `bucket`, and as int32 [entries] at most so many slots, each with a number of tokens.
+    """Checks entries that each give a slot a number of tokens: at most `bucket` entries, with distinct slots.
 
-    The number is below `max_model_len`, or at most that with `may_be_full`.
+    A number of tokens is below `max_model_len`, or may equal it with `may_be_full`.
+
+    Returns:
+        `bucket` as an int of Python, the slots, and their numbers of tokens, int32 [entries] each.
 
     Raises:
         ValueError: An entry is wrong. The text names it after its `owner`.

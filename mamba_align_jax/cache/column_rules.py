@@ -43,7 +43,7 @@ class ColumnRules:
         return blocks_per_request(self.block_size, K, steps_in_flight, self.fold_length)
 
     def columns(self, min_computed: int, max_computed: int, num_tokens: int, num_drafts: int) -> range:
-        """Returns the columns that a step may write. The arguments are those of `check_step`.
+        """Returns the columns that a step may write. For the arguments see `StateBlockManager.allocate`.
 
         A row with drafts may save any boundary that it passes. Other rows write only their running column, and in mode
         "all" also the columns of the boundaries inside them. Under policy "deferred" the states after drafts are not

@@ -94,14 +94,25 @@ def convolved_delta_rule(
 ) -> tuple[jax.Array, ...]:
     """Runs the convolution and the delta rule of a step's packed tokens, in one pass over each kind of rows.
 
-    `qkv` are projected queries, keys and values side by side, before the convolution, or after it if `is_convolved`:
-    then their windows have been kept, as `DeltaRuleMixer.project` does. In a step without decode and verify rows, other
-    channels may follow, which are ignored. [tokens, channels]
-
-    `a`, `b`, `A_log`, `dt_bias` and the gates are those of `gated_delta_rule_update`, and `conv_weight` [width,
-    channels] that of `causal_conv1d_update`. `conv` and `recurrent` are the pools of windows and states in their
-    layouts, and `ring` the arrays of the slots under policy "deferred": see `StatePool.rings`. Pools and ring are
-    donated.
+    Args:
+        qkv: Projected queries, keys and values side by side, before the convolution or after it. In a step without decode
+            and verify rows, other channels may follow, which are ignored. [tokens, channels]
+        a: Raw decay projection. [tokens, value_heads], or [tokens, value_heads, key_dim] for a decay per key channel.
+        b: Raw beta projection. [tokens, value_heads]
+        conv_weight: Taps of the convolution. [width, channels]
+        A_log: Logarithm of the decay rate of each value head. [value_heads]
+        dt_bias: Bias that is added to `a`. It has the shape of one token of `a`.
+        at: The step's rows, and the layer's index in the pools.
+        conv: Pool of windows [layers, blocks, *window]. `conv` is donated.
+        recurrent: Pool of states [layers, blocks, *state]. `recurrent` is donated.
+        *ring: Keys, corrections and log decays of the slots, under policy "deferred": see `StatePool.rings`. They are
+            donated.
+        is_convolved: Whether `qkv` has been convolved, and its windows kept. See `project`.
+        lower_bound: Smallest log decay of the bounded gate. None selects the softplus gate.
+        allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
+        window_layout: Layout of `conv`: "SD" [window, channels] or "DS" [channels, window].
+        state_layout: Layout of `recurrent`: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
+            value_dim].
 
     Returns:
         The outputs [tokens, value_heads, value_dim], the updated pools, and the updated ring.

@@ -43,12 +43,19 @@ class GatedDeltaNet(DeltaRuleMixer):
         *,
         allow_neg_eigval: bool = False,
     ) -> None:
-        """Makes a layer with random weights. Its decay rates and norms are float32.
+        """Makes a layer with random weights.
 
-        There are as many query heads as key heads. Their number divides that of value heads, each of which has a state.
-        A query and a key have `key_dim` dims, a value has `value_dim`. An output of the convolution sees `width`
-        inputs. `epsilon` is added to the mean square in the output norm. With `allow_neg_eigval` beta lies in (0, 2)
-        instead of (0, 1).
+        Args:
+            hidden_size: Channels of the residual stream.
+            key_heads: Number of query heads and of key heads.
+            value_heads: Number of value heads; a multiple of `key_heads`. Each has a state.
+            key_dim: Dims of a query and of a key.
+            value_dim: Dims of a value.
+            width: Number of inputs that an output of the convolution sees.
+            epsilon: Added to the mean square in the output norm.
+            dtype: Dtype of weights and products. Decay rates and norms are float32.
+            rngs: Random numbers for the weights.
+            allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
         """
         self.allow_neg_eigval = allow_neg_eigval
         self.key_heads, self.value_heads = key_heads, value_heads

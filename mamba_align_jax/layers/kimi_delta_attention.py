@@ -47,12 +47,19 @@ class KimiDeltaAttention(DeltaRuleMixer):
         g_rank: int | None = None,
         lower_bound: float | None = None,
     ) -> None:
-        """Makes a layer with random weights. Its decay rates and norms are float32.
+        """Makes a layer with random weights.
 
-        Each head has a state. A query, a key and a value have `head_dim` dims. An output of the convolution sees
-        `width` inputs. `epsilon` is added to the mean square in the output norm. `f_rank` and `g_rank` are the inner
-        sizes of the projections of the decay and of the output gate. With None a projection is one product.
-        `lower_bound` is the smallest log decay of the bounded gate, negative. None selects the softplus gate.
+        Args:
+            hidden_size: Channels of the residual stream.
+            heads: Number of heads. Each has a state.
+            head_dim: Dims of a query, a key and a value.
+            width: Number of inputs that an output of the convolution sees.
+            epsilon: Added to the mean square in the output norm.
+            dtype: Dtype of weights and products. Decay rates and norms are float32.
+            rngs: Random numbers for the weights.
+            f_rank: Inner size of the decay's projection. With None the projection is one product.
+            g_rank: Inner size of the output gate's projection. With None the projection is one product.
+            lower_bound: Smallest log decay of the bounded gate, negative. None selects the softplus gate.
         """
         self.heads, self.head_dim, self.lower_bound = heads, head_dim, lower_bound
         channels = heads * head_dim

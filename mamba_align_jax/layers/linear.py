@@ -39,7 +39,15 @@ class Linear(nnx.Module):
     def __init__(
         self, in_features: int, out_features: int | Sequence[int], dtype: str, rngs: nnx.Rngs, *, bias: bool = False
     ) -> None:
-        """Makes a product with random weights. `out_features` are its channels, or those of each part."""
+        """Makes a product with random weights.
+
+        Args:
+            in_features: Channels of the inputs.
+            out_features: Channels of the outputs, or those of each part.
+            dtype: Dtype of weights and outputs.
+            rngs: Random numbers for the weights.
+            bias: Whether there is a bias.
+        """
         self._is_whole = isinstance(out_features, int)
         self.parts: tuple[int, ...] = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         out = sum(self.parts)
@@ -160,7 +168,15 @@ class ConvTaps(nnx.Module):
     """
 
     def __init__(self, width: int, channels: int, dtype: str, rngs: nnx.Rngs, *, bias: bool = False) -> None:
-        """Makes random taps. An output sees `width` inputs."""
+        """Makes random taps.
+
+        Args:
+            width: Number of inputs that an output sees.
+            channels: Number of channels.
+            dtype: Dtype of the taps.
+            rngs: Random numbers for the taps.
+            bias: Whether there is a bias.
+        """
         taps = jax.random.uniform(rngs.params(), (width, channels), jnp.float32, -1.0, 1.0) * width**-0.5
         self.weight = nnx.Param(taps.astype(dtype))
         self.bias = nnx.Param(jnp.zeros(channels, jnp.float32)) if bias else None

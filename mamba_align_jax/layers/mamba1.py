@@ -46,13 +46,20 @@ class Mamba1Mixer(nnx.Module):
         proj_bias: bool = False,
         norm: Callable[[int], nnx.Module] | None = None,
     ) -> None:
-        """Makes a layer with random weights. Decay rates, D and the bias of the step sizes are float32.
+        """Makes a layer with random weights.
 
-        The recurrence has `inner_size` channels, with `state_dim` numbers in a channel's state, in B and in C.
-        `dt_rank` is the size of the step sizes before they are projected to the channels. An output of the convolution
-        sees `width` inputs. The convolution may have a bias, and so may the input and output projections (`proj_bias`).
-        `norm` makes a norm from its number of channels, for the low-rank step sizes, B and C (Falcon-Mamba, Jamba).
-        With None they have no norms.
+        Args:
+            hidden_size: Channels of the residual stream.
+            inner_size: Channels of the recurrence.
+            state_dim: Numbers in a channel's state, in B and in C.
+            dt_rank: Size of the step sizes before they are projected to the channels.
+            width: Number of inputs that an output of the convolution sees.
+            dtype: Dtype of weights and products. Decay rates, D and the bias of the step sizes are float32.
+            rngs: Random numbers for the weights.
+            conv_bias: Whether the convolution has a bias.
+            proj_bias: Whether the input and output projections have biases.
+            norm: Makes a norm from its number of channels, for the low-rank step sizes, B and C (Falcon-Mamba, Jamba).
+                With None they have no norms.
         """
         self.in_proj = Linear(hidden_size, (inner_size, inner_size), dtype, rngs, bias=proj_bias)
         self.conv1d = CausalConv1d(width, inner_size, dtype, rngs, bias=conv_bias)

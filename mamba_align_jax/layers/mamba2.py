@@ -53,13 +53,24 @@ class Mamba2Mixer(nnx.Module):
         out_bias: bool = False,
         multipliers: tuple[float, float, float, float, float] | None = None,
     ) -> None:
-        """Makes a layer with random weights. Decay rates, D, the bias of the step sizes and the norm are float32.
+        """Makes a layer with random weights.
 
-        Each of the heads has a state and `head_dim` channels. They are in `groups` groups, which share B and C of
-        `state_dim` dims. An output of the convolution sees `width` inputs. With `norm` the output is normalised, each
-        group of channels by itself, before or after it is gated (`norm_before_gate`). It is gated in either case.
-        `epsilon` is added to the mean square. `multipliers` are factors of z, x, B, C and dt after the input projection
-        (Falcon-H1).
+        Args:
+            hidden_size: Channels of the residual stream.
+            heads: Number of heads. Each has a state.
+            head_dim: Channels of a head.
+            state_dim: Dims of B and C.
+            groups: Number of groups of heads that share B and C; divides `heads`.
+            width: Number of inputs that an output of the convolution sees.
+            dtype: Dtype of weights and products. Decay rates, D, the bias of the step sizes and the norm are float32.
+            rngs: Random numbers for the weights.
+            epsilon: Added to the mean square in the output norm.
+            norm: Whether the output is normalised, each group of channels by itself. It is gated in either case.
+            norm_before_gate: Whether the output is normalised before it is gated.
+            conv_bias: Whether the convolution has a bias.
+            in_bias: Whether the input projection has a bias.
+            out_bias: Whether the output projection has a bias.
+            multipliers: Factors of z, x, B, C and dt after the input projection (Falcon-H1); None for no factors.
         """
         inner, of_groups = heads * head_dim, groups * state_dim
         self.heads, self.head_dim, self.state_dim, self.groups = heads, head_dim, state_dim, groups

@@ -63,10 +63,18 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> None:
         """Makes a layer with random weights.
 
-        A query and a key have `nope_dim` dims without position, and `rope_dim` dims that carry the position and are
-        rotated with the base `rope_theta`. With None they are not rotated. A value has `value_dim` dims, a latent has
-        `kv_lora_rank`. `q_lora_rank` is the inner size of the queries' projection. With None the projection is one
-        product. With `gated` each head's output is multiplied by a sigmoid of a projection of the layer's input.
+        Args:
+            hidden_size: Channels of the residual stream.
+            heads: Number of heads.
+            nope_dim: Dims of a query and of a key without position.
+            rope_dim: Dims of a query and of a key that carry the position.
+            value_dim: Dims of a value.
+            kv_lora_rank: Dims of a latent.
+            dtype: Dtype of weights and products.
+            rngs: Random numbers for the weights.
+            q_lora_rank: Inner size of the queries' projection. With None the projection is one product.
+            rope_theta: Base of the rotation's wavelengths. With None the positional dims are not rotated.
+            gated: Whether each head's output is multiplied by a sigmoid of a projection of the layer's input.
         """
         self.heads, self.nope_dim, self.rope_dim, self.value_dim = heads, nope_dim, rope_dim, value_dim
         self.kv_lora_rank, self.rope_theta = kv_lora_rank, rope_theta

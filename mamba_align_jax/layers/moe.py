@@ -47,9 +47,15 @@ class Experts(nnx.Module):
         *,
         activation: Activation = "swiglu",
     ) -> None:
-        """Makes experts with random weights and `size` channels between the activation and `down`.
+        """Makes experts with random weights.
 
-        `activation` is that of `pallas_kernels.mixture_of_experts`.
+        Args:
+            experts: Number of experts.
+            hidden_size: Channels of an expert's inputs and outputs.
+            size: Channels between the activation and `down`.
+            dtype: Dtype of weights and products.
+            rngs: Random numbers for the weights.
+            activation: What an expert does between its products: see `pallas_kernels.mixture_of_experts`.
         """
 
         def draw(*shape: int) -> jax.Array:
@@ -103,10 +109,17 @@ class Experts(nnx.Module):
         valid: jax.Array | None = None,
         run: Run = Run(),
     ) -> Outputs:
-        """Chooses the experts of each token by a router's outputs, and computes what `sums` returns for them.
+        """Chooses the experts of each token and computes what `sums` returns for them.
 
-        A single token's experts are chosen inside the experts' kernel if they are not split over devices. `logits`,
-        `bias` and `valid` are those of `pallas_kernels.choose_experts`.
+        A single token's experts are chosen inside the experts' kernel if they are not split over devices.
+
+        Args:
+            x: Inputs. [tokens, hidden]
+            logits: The router's outputs: see `pallas_kernels.choose_experts`.
+            routing: How they choose the experts.
+            bias: See `pallas_kernels.choose_experts`.
+            valid: See `MixtureOfExperts`.
+            run: How the ops run.
         """
         choice = dict(bias=bias, valid=valid, run=run)
         if self.axis is not None:
@@ -180,10 +193,17 @@ class SharedExpertMoE(MixtureOfExperts):
         *,
         renormalise: bool = True,
     ) -> None:
-        """Makes a layer with random weights. A token has `top_k` routed experts of `size` intermediate channels.
+        """Makes a layer with random weights.
 
-        The shared expert has `shared_size` of them. With `renormalise` the chosen experts' weights are scaled to the
-        sum 1.
+        Args:
+            hidden_size: Channels of the residual stream.
+            experts: Number of routed experts.
+            top_k: Number of routed experts per token.
+            size: Intermediate channels of a routed expert.
+            shared_size: Intermediate channels of the shared expert.
+            dtype: Dtype of weights and products.
+            rngs: Random numbers for the weights.
+            renormalise: Whether the chosen experts' weights are scaled to the sum 1.
         """
         shared = shared_experts(shared_size, size)
         self.routing = Routing(
@@ -205,7 +225,15 @@ class SigmoidGate(nnx.Module):
     """A router whose scores are sigmoids, with weights and products in float32 for models of every dtype."""
 
     def __init__(self, hidden_size: int, experts: int, top_k: int, rngs: nnx.Rngs, **routing: Any) -> None:
-        """Makes a router with random weights. `routing` are the other fields of `pallas_kernels.Routing`."""
+        """Makes a router with random weights.
+
+        Args:
+            hidden_size: Channels of the residual stream.
+            experts: Number of experts.
+            top_k: Number of experts per token.
+            rngs: Random numbers for the weights.
+            routing: The other fields of `pallas_kernels.Routing`.
+        """
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (experts, hidden_size)) * hidden_size**-0.5)
         self.e_score_correction_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
         self.routing = Routing(top_k=top_k, scores="sigmoid", **routing)

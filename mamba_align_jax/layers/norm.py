@@ -33,9 +33,12 @@ class RMSNorm(nnx.Module):
     """Computes x / rms(x) * (offset + weight)."""
 
     def __init__(self, size: int, epsilon: float, *, offset: float = 0.0) -> None:
-        """Makes a norm of `size` channels that scales by 1. `epsilon` is added to the mean square.
+        """Makes a norm of `size` channels that scales by 1.
 
-        `offset` is added to the weights. It is 1 for Qwen's models, whose files hold weights minus 1.
+        Args:
+            size: Number of channels.
+            epsilon: Added to the mean square.
+            offset: Added to the weights. It is 1 for Qwen's models, whose files hold weights minus 1.
         """
         self.weight = nnx.Param(jnp.full(size, 1.0 - offset, jnp.float32))
         self.epsilon, self.offset = epsilon, offset
@@ -80,10 +83,15 @@ class GatedRMSNorm(nnx.Module):
     """Computes x / rms(x) * weight * activation(gate)."""
 
     def __init__(self, size: int, epsilon: float, activation: GateActivation = "silu") -> None:
-        """Makes a norm of `size` channels that scales by 1. `epsilon` is added to the mean square.
+        """Makes a norm of `size` channels that scales by 1.
+
+        Args:
+            size: Number of channels.
+            epsilon: Added to the mean square.
+            activation: What is done to the gate, "silu" or "sigmoid".
 
         Raises:
-            ValueError: `activation` is neither "silu" nor "sigmoid".
+            ValueError: `activation` is another name.
         """
         values.choice("GatedRMSNorm: activation", activation, _ACTIVATIONS)
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
@@ -132,7 +140,14 @@ class GatedGroupNorm(nnx.Module):
     """
 
     def __init__(self, size: int, groups: int, epsilon: float, *, norm_before_gate: bool = False) -> None:
-        """Makes a norm of `size` channels in `groups` groups that scales by 1. `epsilon` is added to mean squares."""
+        """Makes a norm that scales by 1.
+
+        Args:
+            size: Number of channels.
+            groups: Number of groups of consecutive channels; divides `size`.
+            epsilon: Added to the mean squares.
+            norm_before_gate: Whether the gate is applied after the norm.
+        """
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
         self.groups, self.epsilon, self.norm_before_gate = groups, epsilon, norm_before_gate
 

@@ -25,9 +25,14 @@ class ShortConv(nnx.Module):
     keeps_interior = True
 
     def __init__(self, hidden_size: int, width: int, dtype: str, rngs: nnx.Rngs, *, bias: bool = False) -> None:
-        """Makes a layer with random weights. An output of the convolution sees `width` inputs.
+        """Makes a layer with random weights.
 
-        With `bias` the projections and the convolution have biases.
+        Args:
+            hidden_size: Channels of the residual stream and of the convolution.
+            width: Number of inputs that an output of the convolution sees.
+            dtype: Dtype of weights and products.
+            rngs: Random numbers for the weights.
+            bias: Whether the projections and the convolution have biases.
         """
         self.in_proj = Linear(hidden_size, (hidden_size, hidden_size, hidden_size), dtype, rngs, bias=bias)
         self.conv = CausalConv1d(width, hidden_size, dtype, rngs, bias=bias)

@@ -28,7 +28,7 @@ import record
 
 OUT = record.ROOT / "build/gpu"
 # GB of GPU memory. A process keeps what it has once used, in regions that small arrays may divide: with 24 GB, two pools of
-# 9 GB did not fit after other tests. Small tests had 0.9 GB at most on an H200.
+# 9 GB did not fit after other tests. Small tests had 1.2 GB at most on an H200.
 LARGE_GB, SMALL_GB = 36.0, 3.0
 # Programs, and what is no array, of one process.
 OUTSIDE_GB = 0.6
