@@ -42,7 +42,8 @@ def unsupported(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus:
 class _Cta:
     """The work of a CTA: one row, head and tile of channels.
 
-    "full" barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again.
+    "full" barriers complete when a stage of SMEM has been filled, "free" ones when it may be filled again, and "cleared"
+    when a partial chunk's B has no tokens of the next row any more and its x has been read for the state.
     """
 
     def __init__(self, refs: Any) -> None:
@@ -127,6 +128,7 @@ class _Cta:
         for index, term in enumerate(as_terms(decayed, _TERMS)):
             refs.decayed[index] = term
         hp.commit_smem()
+        hp.when(live < TILE)(lambda: hp.barrier_arrive(refs.cleared))
         decay = refs.per_column[at, _AT.end - _AT.whole, 0]
         left = [refs.decayed.at[index].T for index in reversed(range(_TERMS))]
         added = hp.multiply_all(SHAPE, [[(a, B.at[n]) for a in left] for n in self.columns])
@@ -155,6 +157,13 @@ class _Cta:
         token, live = self.row.tokens_of(chunk)
         hp.barrier_wait(refs.full.at[at])
         x, B, C = (self.token_tiles[name].at[at] for name in ("x", "B", "C"))
+
+        @hp.when(live < TILE)
+        def _():
+            hp.barrier_wait(refs.cleared)
+            keep_rows(x, live)
+            hp.commit_smem()
+
         (products,) = hp.multiply_all(SHAPE, [[(C.at[n], B.at[n].T) for n in columns]])
         per_row = lambda n: hp.along_rows(hp.load_per_row(refs.per_row.at[at, n]), TILE)
         per_column = lambda n: hp.along_columns(hp.load_per_column(refs.per_column.at[at, n - _AT.whole]), TILE)
@@ -162,12 +171,6 @@ class _Cta:
         causal = hp.rows(SHAPE) >= hp.columns(SHAPE)
         nothing = hp.zeros(SHAPE, jnp.float32)
         within = jnp.where(causal, jnp.exp2(between) * per_column(_AT.dt) * products, nothing).astype(jnp.bfloat16)
-
-        @hp.when(live < TILE)
-        def _():
-            keep_rows(x, live)
-            hp.commit_smem()
-
         hp.barrier_wait(refs.state_full.at[state])
         of_state = [(C.at[n], refs.states.at[state, t, n].T) for t in reversed(range(_TERMS)) for n in columns]
         (y,) = hp.multiply_all(SHAPE, [of_state])
@@ -222,6 +225,7 @@ def ssd(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool) -
         free=hp.Barrier(num_arrivals=2, num_barriers=_STAGES),
         state_full=hp.Barrier(num_barriers=_STATES),
         state_free=hp.Barrier(num_barriers=_STATES),
+        cleared=hp.Barrier(),
         done=hp.Barrier(num_arrivals=3),
     )
     if skip is not None:
