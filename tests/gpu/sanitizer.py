@@ -62,7 +62,7 @@ def tests_of(names):
     return [name for name in names if ".py" in name] + [str(file.relative_to(record.ROOT)) for file in found]
 
 
-def command_of(tool, job, outcomes, preload):
+def command_of(tool, job, outcomes, preload, keyword):
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
     # pytest's own handler of faults would take the place of the library's.
     command += ["--preload-library", preload] if preload else []
@@ -78,6 +78,7 @@ def command_of(tool, job, outcomes, preload):
         "outcomes",
         f"--outcomes={outcomes}",
     ]
+    command += ["-k", keyword] if keyword else []
     return [*command, "-m", "gpu", *(f"--deselect={name}" for name in job.without), job.file]
 
 
@@ -95,8 +96,8 @@ def environment(out):
 class Check:
     """A run of the tool over jobs."""
 
-    def __init__(self, tool, out, end, preload):
-        self.tool, self.out, self.end, self.preload = tool, out, end, preload
+    def __init__(self, tool, out, end, preload, keyword):
+        self.tool, self.out, self.end, self.preload, self.keyword = tool, out, end, preload, keyword
         self.outcomes, self.findings, self.died, self.tool_died, self.not_run, self.errors = {}, [], [], [], [], 0
 
     def do(self, number, job):
@@ -110,7 +111,7 @@ class Check:
             log, file = (self.out / f"{name}_{attempt}.{kind}" for kind in ("log", "jsonl"))
             file.unlink(missing_ok=True)
             file.touch()
-            status = self.process(command_of(self.tool, job, file, self.preload), log, left)
+            status = self.process(command_of(self.tool, job, file, self.preload, self.keyword), log, left)
             outcomes, running, _ = run.read(file)
             self.read(job, log.read_text(errors="replace"))
             self.outcomes |= outcomes
@@ -160,6 +161,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tool", choices=("memcheck", "racecheck"))
     parser.add_argument("tests", nargs="*", default=["tests/kernels"], help="folders, files and tests")
+    parser.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="run the tests that match, as for pytest")
     parser.add_argument("--commit", help="of this tree, where there is no git")
     parser.add_argument("--limit", type=float, default=3600, metavar="S", help="stop after so many seconds")
     parser.add_argument("--processes", type=int, default=max(1, record.processors() - 2))
@@ -177,7 +179,7 @@ def main(arguments=None):
     if not is_found:
         sys.exit(f"{options.tool} does not find the planted fault on this machine, so it would find no other:\n{text}")
     options.out.mkdir(parents=True, exist_ok=True)
-    check = Check(options.tool, options.out, end, options.preload)
+    check = Check(options.tool, options.out, end, options.preload, options.keyword)
     with ThreadPoolExecutor(options.processes) as pool:
         list(pool.map(check.do, *zip(*enumerate(map(Job, tests_of(options.tests))), strict=True)))
     counts = Counter(line["outcome"] for line in check.outcomes.values())
@@ -192,6 +194,7 @@ def main(arguments=None):
     row = record.conditions(options.tool, options.commit)
     row |= {key: counts[key] for key in ("passed", "failed", "skipped")}
     row |= dict(errors=check.errors, not_run=len(check.not_run), tool_died=sorted(check.tool_died))
+    row |= dict(keyword=options.keyword) if options.keyword else {}
     row |= dict(processes=options.processes, seconds=round(time.monotonic() - began), failures=failures)
     record.append(row, options.json)
     print(json.dumps(row))
