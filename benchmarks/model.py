@@ -38,7 +38,7 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine.device import runner
 from mamba_align_jax.layers.moe import Experts, SharedExpertMoE
-from mamba_align_jax.load.metrics import free_pools
+from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.models.qwen3_5 import Config
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import choose_experts

@@ -36,7 +36,7 @@ from benchmarks.programs import compile_programs
 from benchmarks.random_model import MODELS, random_model
 from benchmarks.rows import Row, append, facts
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.load.metrics import free_pools
+from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.processes import Processes
 from mamba_align_jax.sharding import AXIS
 

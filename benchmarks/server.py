@@ -22,7 +22,8 @@ from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.load.client import serve
-from mamba_align_jax.load.metrics import medians, summary
+from mamba_align_jax.load.metrics import summary
+from mamba_align_jax.load.runs import medians
 from mamba_align_jax.load.workloads import ClosedLoop, PrefixRepetition
 from mamba_align_jax.models import load_model
 from mamba_align_jax.serve.app import create_app

@@ -31,7 +31,7 @@ from benchmarks.rows import Row, append, facts
 from mamba_align_jax.engine.config import SPECULATIONS
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.load.bench import COMPARED_MODES, MODES
-from mamba_align_jax.load.metrics import free_pools, medians, run_load
+from mamba_align_jax.load.runs import free_pools, medians, run_load
 
 # The smallest value that each option may have, of the options that take whole numbers.
 _MINIMA = MappingProxyType(

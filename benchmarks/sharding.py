@@ -26,7 +26,7 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.scheduling.buckets import Bucket
 from mamba_align_jax.engine.scheduling.levels import Level
-from mamba_align_jax.load.metrics import free_pools
+from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.models.qwen3_5 import FULL
 from mamba_align_jax.sharding import AXIS
 

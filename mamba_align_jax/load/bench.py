@@ -78,7 +78,7 @@ def bench(model: Any, options: argparse.Namespace, report: Callable[[str], None]
         ValueError: An option has a value that it can't have. The error names it.
     """
     from mamba_align_jax.engine.running.engine import Engine
-    from mamba_align_jax.load.metrics import free_pools, medians, run_load
+    from mamba_align_jax.load.runs import free_pools, medians, run_load
 
     (workload, loop, fields), rows = _plan(options), []
     for mode in options.mode or COMPARED_MODES:
