@@ -2,19 +2,13 @@
 
 from dataclasses import dataclass
 
+from benchmarks.workloads.mamba2 import Mamba2Case
+
 
 @dataclass(frozen=True)
-class Case:
+class Case(Mamba2Case):
     """One call of the op: the lengths of its rows, and the sizes and dtypes of one layer. `gated` cases have a z."""
 
-    name: str
-    lengths: tuple[int, ...]
-    heads: int = 128
-    head_dim: int = 64
-    state_dim: int = 128
-    groups: int = 8
-    dtype: str = "bfloat16"
-    state_dtype: str = "float32"
     gated: bool = False
 
     @property

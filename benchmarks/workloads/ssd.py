@@ -2,22 +2,16 @@
 
 from dataclasses import dataclass
 
+from benchmarks.workloads.mamba2 import Mamba2Case
+
 
 @dataclass(frozen=True)
-class Case:
+class Case(Mamba2Case):
     """One call of the op: the lengths of its rows, and the sizes and dtypes of one layer.
 
     Every row starts at position 0 and keeps `checkpoints` checkpoints. `gated` cases have a z.
     """
 
-    name: str
-    lengths: tuple[int, ...]
-    heads: int = 128
-    head_dim: int = 64
-    state_dim: int = 128
-    groups: int = 8
-    dtype: str = "bfloat16"
-    state_dtype: str = "float32"
     gated: bool = False
     checkpoints: int = 0
     chunk_size: int = 64
