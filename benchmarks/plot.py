@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from benchmarks.report import Row, elsewhere, read_rows, tokens_a_step
+from benchmarks.reading import Row, loads, read_rows, tokens_a_step, variant
 
 # For each panel, the field whose values are bars and, if there is one, the field that thin lines reach to.
 PANELS = {
@@ -14,17 +14,17 @@ PANELS = {
 
 
 def bars(rows: list[Row]) -> dict[str, dict[str, Row]]:
-    """Finds the newest row of each load and mode: result[load][mode].
+    """Finds the rows that compare modes under each load (`reading.loads`): result[name of the load][mode].
 
-    A load is a workload, a loop, a way of drafting, the number of tokens in a step, and a GPU.
+    A name has three lines, of which the last one ends with the commit.
     """
-    loads: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if "hit_rate_of_attainable" in row:
-            drafts = f"{row['drafts']} by {row['speculation']}" if row["drafts"] else "no drafts"
-            load = f"{row['workload']} x{row['requests']}\n{row['loop']}, {drafts}{tokens_a_step(row)}{elsewhere(row)}"
-            loads.setdefault(load, {})[row["mode"]] = row
-    return loads
+    found = {}
+    for load in loads(rows):
+        row = next(iter(load.values()))
+        drafts = f"{row['drafts']} by {row['speculation']}" if row["drafts"] else "no drafts"
+        how = f"{tokens_a_step(row)}{variant(row)}, {row['commit']}".removeprefix(", ")
+        found[f"{row['workload']} x{row['requests']}\n{row['loop']}, {drafts}\n{how}"] = load
+    return found
 
 
 def draw(rows: list[Row], file: Path) -> None:

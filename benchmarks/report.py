@@ -1,50 +1,22 @@
 """Makes Markdown tables from rows of results: `python -m benchmarks.report benchmarks/results/kernels.jsonl`.
 
-A results file has one JSON row per line. Rows are only ever appended, so the newest row of each case counts. `tables` finds
-the kinds of rows in a list and makes a table of each kind. The functions that it calls can be used alone. Every number in a
-table comes from a row.
+A results file has one JSON row per line. New rows are appended, and the newest row of each key counts (`reading.key`).
+`tables` finds the kinds of rows in a list and makes a table of each kind. The functions that it calls can be used alone.
+Every number in a table comes from a row.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
-
-
-USUAL_GPU = "H200"
-USUAL_TOKENS_A_STEP = 2048  # `max_num_batched_tokens` of most rows of the serving benchmark
-
-
-def read_rows(file: Path) -> list[Row]:
-    """Returns all rows of a results file, the oldest first."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def newest(rows: Iterable[Row]) -> list[Row]:
-    """Returns the newest row of each case, in the order in which the cases first appear.
-
-    The share of crossing rows, the number of devices, the candidate and the routing are part of a case, if a row has them.
-    """
-    of_case = lambda row: tuple(map(row.get, ("kind", "case", "crossing", "devices", "candidate", "routing")))
-    return list({of_case(row): row for row in rows}.values())
-
-
-def gpu(row: Row) -> str:
-    """The short name of the GPU on which a row was measured: "H100"."""
-    return row.get("gpu", USUAL_GPU).removeprefix("NVIDIA ").split()[0]
-
-
-def elsewhere(row: Row) -> str:
-    """The end of a case's name if it was measured on another GPU than most rows: ", H100"."""
-    return "" if gpu(row) == USUAL_GPU else f", {gpu(row)}"
+from benchmarks.reading import Row, gpu, how, loads, named, natural, newest, read_rows, tokens_a_step, variant
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Formats a table with one header line."""
+    """Formats a table with one header line; one without other lines is ""."""
     first, *rest = (f"| {' | '.join(line)} |" for line in (header, *lines))
+    if not rest:
+        return ""
     return "\n".join([first, "|" + "---|" * len(header), *rest])
 
 
@@ -53,13 +25,15 @@ def pivot(rows: list[Row], left: Sequence[str], top: Callable[[Row], str], show:
 
     Args:
         rows: The rows.
-        left: The fields that name a line. Each combination of their values has a line, in order of appearance.
+        left: The fields that name a line. Each combination of their values has a line, in order of appearance; rows that
+            were run in different ways have different lines.
         top: Returns the heading of a row's column. Columns are in order of appearance.
         show: Returns the text of a row's cell.
     """
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        cells.setdefault(tuple(str(row[name]) for name in left), {})[top(row)] = show(row)
+        first, *others = (str(row[name]) for name in left)
+        cells.setdefault((first + variant(row, *left), *others), {})[top(row)] = show(row)
     columns = dict.fromkeys(map(top, rows))
     return markdown((*left, *columns), ((*key, *(line.get(c, "-") for c in columns)) for key, line in cells.items()))
 
@@ -67,11 +41,11 @@ def pivot(rows: list[Row], left: Sequence[str], top: Callable[[Row], str], show:
 def kernel_table(rows: list[Row]) -> str:
     """Tabulates kernels: the time of a turn, its share of the GPU's copy rate, and the fastest peer."""
     lines = []
-    for row in rows:
+    for row in sorted(rows, key=natural):
         # A launch that moves next to nothing has no meaningful bandwidth.
         share = f"{row['bandwidth_fraction']:.2f}" if row["bandwidth_fraction"] >= 0.05 else "-"
         peer = (f"{row['peer']} {row['peer_us']:.1f} us", f"{row['ratio']:.2f}") if "peer" in row else ("-", "-")
-        lines.append((f"{row['case']}{elsewhere(row)}", f"{row['us']:.1f} us", share, *peer))
+        lines.append((named(row), f"{row['us']:.1f} us", share, *peer))
     return markdown(("case", "time", "of the copy rate", "peer", "ratio"), lines)
 
 
@@ -81,7 +55,7 @@ def span_table(rows: list[Row]) -> str:
     columns = dict(span_us=us, peer_span_us=us, rms_error=error, peer_rms_error=error)
     cells = lambda row: ["-" if row.get(name) is None else show(row[name]) for name, show in columns.items()]
     header = "case", "span", "peer's span", "rms error", "peer's rms error"
-    return markdown(header, ((f"{row['case']}{elsewhere(row)}", *cells(row)) for row in rows))
+    return markdown(header, ((named(row), *cells(row)) for row in sorted(rows, key=natural) if "span_us" in row))
 
 
 def _policy(row: Row) -> str:
@@ -109,44 +83,103 @@ def _drafts(row: Row) -> str:
     return f"{row['drafts']}, {row['speculation']}" if row["drafts"] else "0"
 
 
-def tokens_a_step(row: Row) -> str:
-    """The end of a load's name if its engine ran another number of tokens in a step than most rows'."""
-    number = row["max_num_batched_tokens"]
-    return "" if number == USUAL_TOKENS_A_STEP else f", {number} tokens a step"
+# What the load of a row of the serving benchmark is, whichever configuration the engine had.
+_SERVING = "workload", "requests", "loop", "mode", "speculation", "drafts"
+_CHOICES = {
+    "prefix_cache": "{}", "policy": "{}", "async_stepping": "asynchronous {}", "block_size": "blocks of {}",
+    "kv_page_size": "pages of {}", "max_num_seqs": "{} requests", "max_num_batched_tokens": "{} tokens a step",
+}  # fmt: skip
+
+
+def _chosen(row: Row) -> str:
+    return ", ".join(words.format(row[name]) for name, words in _CHOICES.items() if name in row)
+
+
+def _beside(rows: list[Row], what: Sequence[str]) -> tuple[list[Row], list[tuple[Row, Row | None]]]:
+    """Splits rows by configuration.
+
+    Returns:
+        The rows whose configuration isn't "defaults"; and each row whose configuration it is, with the row of the
+        benchmark's configuration that measured the same at the same commit. Fields in `what` say what is the same.
+    """
+    is_default = lambda row: how(row)["configuration"] == "defaults"
+    same = lambda row: (row.get("commit"), *map(row.get, what), *(how(row) | {"configuration": "benchmark"}).values())
+    own = [row for row in rows if not is_default(row)]
+    others = {same(row): row for row in own if how(row)["configuration"] == "benchmark"}
+    return own, [(row, others.get(same(row))) for row in rows if is_default(row)]
+
+
+def _load(row: Row) -> str:
+    return f"{row['workload']} x{row['requests']}{tokens_a_step(row)}{variant(row)}"
 
 
 def serving_table(rows: list[Row]) -> str:
-    """Tabulates serving: latencies, rates, cache hits, and the ratio of latencies to mode "none" under the same load."""
-    names = "workload", "requests", "loop", "speculation", "drafts", "async_stepping", "max_num_batched_tokens"
-    load = lambda row: (elsewhere(row), *(row[name] for name in names))
-    uncached = {load(row): row for row in rows if row["mode"] == "none"}
+    """Tabulates serving: latencies, rates, cache hits, and the ratio of latencies to mode "none" under the same load.
+
+    The rows that are compared are of one commit (`reading.loads`). Newer rows of other commits are at the end.
+    """
+    rows, _ = _beside(rows, _SERVING)
+    compared = loads(rows)
+    uncached = {id(row): each["none"] for each in compared for row in each.values() if "none" in each}
+    shown = [row for each in compared for row in each.values()]
+    shown += [row for row in rows if not any(row is other for other in shown)]
 
     def line(row: Row) -> tuple[str, ...]:
-        def ratio(name: str) -> str:
-            return f"{row[name] / uncached[load(row)][name]:.2f}" if load(row) in uncached else "-"
-
+        none = uncached.get(id(row))
+        ratio = lambda name: f"{row[name] / none[name]:.2f}" if none else "-"
         latency = lambda name: f"{row[f'{name}_ms_mean']:.1f} / {row[f'{name}_ms_p99']:.1f}"
-        workload = f"{row['workload']} x{row['requests']}{tokens_a_step(row)}{elsewhere(row)}"
         return (
-            workload, row["loop"], row["mode"], _drafts(row),
+            _load(row), row["loop"], row["mode"], _drafts(row),
             latency("ttft"),
             f"{row['tpot_ms_mean']:.2f}", latency("itl"), f"{row['e2e_ms_mean']:.0f}",
             f"{row['output_tokens_per_s']:.0f}", f"{row['hit_rate_of_attainable']:.3f}", ratio("ttft_ms_mean"),
-            ratio("tpot_ms_mean"),
+            ratio("tpot_ms_mean"), f"{row.get('runs', 1)} at {row.get('commit', '-')}",
         )  # fmt: skip
 
     header = (
         "workload", "loop", "mode", "drafts", "TTFT mean / p99 ms", "TPOT ms", "ITL mean / p99 ms", "E2E ms", "tokens/s",
-        "hits of attainable", "TTFT vs none", "TPOT vs none",
+        "hits of attainable", "TTFT vs none", "TPOT vs none", "runs",
     )  # fmt: skip
-    return markdown(header, map(line, rows))
+    return markdown(header, map(line, shown))
+
+
+def serving_defaults_table(rows: list[Row]) -> str:
+    """Tabulates what `Engine(model)` does under load, each number beside that of the benchmark's configuration."""
+
+    def line(row: Row, other: Row | None) -> tuple[str, ...]:
+        pair = lambda name, form: f"{row[name]:{form}} / " + (f"{other[name]:{form}}" if other else "-")
+        return (
+            f"{row['workload']} x{row['requests']}{variant(row, 'configuration')}", row["loop"], row["mode"],
+            _drafts(row), pair("ttft_ms_mean", ".1f"), pair("tpot_ms_mean", ".2f"), pair("itl_ms_p99", ".1f"),
+            pair("output_tokens_per_s", ".0f"), _chosen(row),
+        )  # fmt: skip
+
+    _, pairs = _beside(rows, _SERVING)
+    names = "TTFT ms", "TPOT ms", "ITL p99 ms", "tokens/s"
+    header = "workload", "loop", "mode", "drafts", *(f"{name}, defaults / benchmark" for name in names), "chosen"
+    return markdown(header, (line(*pair) for pair in pairs))
+
+
+def start_table(rows: list[Row]) -> str:
+    """Tabulates the seconds that an engine or a server takes to start: a column for each field that ends in "_s"."""
+    seconds = list(dict.fromkeys(name for row in rows for name in row if name.endswith("_s")))
+    lines = (
+        (
+            named(row, "model", "gpu"), row["model"], "CPU" if gpu(row) == "none" else gpu(row),
+            *(f"{row[name]:.1f}" if name in row else "-" for name in seconds), row.get("commit", "-"),
+        )
+        for row in rows
+    )  # fmt: skip
+    names = (f"{name[:-2].replace('_', ' ')}, s" for name in seconds)
+    return markdown(("start", "model", "on", *names, "commit"), lines)
 
 
 def published_table(rows: list[Row]) -> str:
     """Tabulates serving results that others have published, with their source."""
     lines = (
         (
-            row["case"], row["model"], row["gpu"], str(row["requests"]), str(row["drafts"]), f"{row['ttft_ms_mean']:.2f}",
+            named(row, "model", "gpu"), row["model"], row["gpu"], str(row["requests"]), str(row["drafts"]),
+            f"{row['ttft_ms_mean']:.2f}",
             f"{row['tpot_ms_mean']:.2f}", f"{row['itl_ms_mean']:.2f}", f"{row['output_tokens_per_s']:.2f}",
             f"<{row['source']}>",
         )
@@ -162,7 +195,7 @@ def idle_table(rows: list[Row]) -> str:
     header = "mode", "drafts", "rows", "step", "gap", "idle between steps", "kernels run"
     lines = (
         (
-            row["mode"] + (", asynchronous" if row["async_stepping"] else ""), _drafts(row), str(row["rows"]),
+            row["mode"] + (", asynchronous" if row["async_stepping"] else "") + variant(row), _drafts(row), str(row["rows"]),
             f"{row['step_us']:.0f} us", f"{row['gap_us']:.0f} us", share(row, "idle_share"), share(row, "busy_share"),
         )
         for row in rows
@@ -179,7 +212,13 @@ def precision_table(rows: list[Row]) -> str:
     def line(row: Row) -> tuple[str, ...]:
         xla = [f"{op} ({dtype})" for dtype in ("bfloat16", "float32") for op in row[f"xla_ops_{dtype}"]]
         errors = (f"{row[name]:.1e}" for name in ("rms_error", "prefill_rms_error", "decode_rms_error", "largest_loss"))
-        return row["model"], str(row["tokens"]), f"{100 * row['top1_agreement']:.2f} %", *errors, ", ".join(xla) or "-"
+        return (
+            row["model"] + variant(row, "model"),
+            str(row["tokens"]),
+            f"{100 * row['top1_agreement']:.2f} %",
+            *errors,
+            ", ".join(xla) or "-",
+        )
 
     return markdown(header, map(line, rows))
 
@@ -192,7 +231,7 @@ def device_table(rows: list[Row]) -> str:
     )  # fmt: skip
     lines = (
         (
-            row["case"], str(row["devices"]), f"{row['step_us']:.0f} us", f"{row['engine_us']:.0f} us",
+            named(row, "devices"), str(row["devices"]), f"{row['step_us']:.0f} us", f"{row['engine_us']:.0f} us",
             f"{row['weight_bytes_per_device'] / 1e9:.1f} GB", f"{row['pool_bytes_per_device'] / 1e9:.1f} GB",
             f"{100 * row['agreement']:.1f} %",
         )
@@ -206,7 +245,7 @@ def process_table(rows: list[Row]) -> str:
     header = "case", "devices", "the engine's step", "its 90th percentile", "prompt tokens per s", "tokens equal"
     lines = (
         (
-            row["case"], str(row["devices"]), f"{row['engine_us']:.0f} us", f"{row['engine_us_p90']:.0f} us",
+            named(row, "devices"), str(row["devices"]), f"{row['engine_us']:.0f} us", f"{row['engine_us_p90']:.0f} us",
             f"{row['prompt_tokens_per_s']:.0f}", f"{row['agreement']:.1%}",
         )
         for row in rows
@@ -219,7 +258,7 @@ def transfer_table(rows: list[Row]) -> str:
     pair = lambda row, *names: " / ".join(f"{row[name]:.2f}" for name in names)
     lines = (
         (
-            row["case"], f"{row['bytes'] / 1e6:.0f} MB", f"{row['prompt_ms']:.0f} ms", f"{row['export_ms']:.0f} ms",
+            named(row), f"{row['bytes'] / 1e6:.0f} MB", f"{row['prompt_ms']:.0f} ms", f"{row['export_ms']:.0f} ms",
             f"{row['import_ms']:.0f} ms", pair(row, "export_gb_per_s", "import_gb_per_s"),
             pair(row, "save_gb_per_s", "load_gb_per_s"),
         )
@@ -232,33 +271,51 @@ def transfer_table(rows: list[Row]) -> str:
 def sequence_table(rows: list[Row]) -> str:
     """Tabulates the greedy float32 sequences that several devices generate, and how many differ from one device's."""
     names = "case", "devices", "sequences", "tokens_each", "sequences_that_differ", "of_these_wrong"
-    return markdown([name.replace("_", " ") for name in names], ([str(row[name]) for name in names] for row in rows))
+    lines = ([named(row, "devices"), *(str(row[name]) for name in names[1:])] for row in rows)
+    return markdown([name.replace("_", " ") for name in names], lines)
+
+
+def _us(row: Row) -> float:
+    return 1e3 * row["ttft_ms"] if "ttft_ms" in row else row["step_us"]
 
 
 def model_table(rows: list[Row]) -> str:
     """Tabulates whole models beside their floors: the engine's own step, or the time to a prompt's first token."""
 
     def line(row: Row) -> tuple[str, ...]:
-        us = 1e3 * row["ttft_ms"] if "ttft_ms" in row else row["step_us"]
+        us = _us(row)
         busy, kernels = (f"{row[name]:.0f}" if name in row else "-" for name in ("busy_us", "kernels"))
         floor, ratio = f"{row['floor_us'] / 1e3:.2f} ms", f"{us / row['floor_us']:.2f}"
-        case = row["case"] + (f", {row['devices']} devices" if row.get("devices", 1) > 1 else "")
-        return case, f"{us / 1e3:.2f} ms", floor, ratio, busy, kernels
+        return named(row), f"{us / 1e3:.2f} ms", floor, ratio, busy, kernels, row.get("commit", "-")
 
-    return markdown(("case", "time", "floor", "ratio", "kernels run, us", "kernels"), map(line, rows))
+    rows, _ = _beside(rows, ("case",))
+    header = "case", "time", "floor", "ratio", "kernels run, us", "kernels", "commit"
+    return markdown(header, map(line, sorted(rows, key=natural)))
+
+
+def model_defaults_table(rows: list[Row]) -> str:
+    """Tabulates what `Engine(model)` takes beside the benchmark's configuration, and what it chose."""
+
+    def line(row: Row, other: Row | None) -> tuple[str, ...]:
+        times = (f"{_us(other) / 1e3:.2f} ms", f"{_us(row) / _us(other):.2f}") if other else ("-", "-")
+        return named(row, "configuration"), f"{_us(row) / 1e3:.2f} ms", *times, _chosen(row)
+
+    _, pairs = _beside(rows, ("case",))
+    header = "case", "defaults", "the benchmark's configuration", "ratio", "chosen"
+    return markdown(header, (line(*pair) for pair in pairs))
 
 
 def attention_table(rows: list[Row]) -> str:
     """Tabulates paged attention in microseconds, each implementation in a column, and the Triton kernels' bandwidth."""
-    rate = {row["case"]: f"{row['tb_s']:.2f}" for row in rows if row["candidate"] == "triton"}
-    kept = [row | {"TB/s of triton": rate.get(row["case"], "-")} for row in rows if "us" in row]
+    rate = {named(row): f"{row['tb_s']:.2f}" for row in rows if row["candidate"] == "triton"}
+    kept = [row | {"TB/s of triton": rate.get(named(row), "-")} for row in rows if "us" in row]
     return pivot(kept, ("case", "TB/s of triton"), lambda row: row["candidate"], lambda row: f"{row['us']:.1f} us")
 
 
 def linear_table(rows: list[Row]) -> str:
     """Tabulates dense products: the default setting when it was timed, XLA's product, and the fastest setting."""
     timed = [row for row in rows if "us" in row]
-    fastest = {row["case"]: row for row in sorted(timed, key=lambda row: row["us"], reverse=True)}
+    fastest = {named(row): row for row in sorted(timed, key=lambda row: row["us"], reverse=True)}
     kept = [row for row in timed if row["candidate"] in ("triton", "xla")]
     kept += [row | {"candidate": "fastest setting"} for row in fastest.values()]
     show = lambda row: f"{row['us']:.1f} us, {row['of_copy']:.2f}"
@@ -297,7 +354,7 @@ def server_table(rows: list[Row]) -> str:
         pairs = (
             f"{row[f'engine_{name}']:.2f} / {row[f'server_{name}']:.2f} ms" for name in ("ttft_ms_p50", "tpot_ms_p50")
         )
-        return row["case"], *pairs, f"{row['overhead_tpot_share']:+.1%}", f"{row['overhead_e2e_ms_p50']:.1f} ms"
+        return named(row), *pairs, f"{row['overhead_tpot_share']:+.1%}", f"{row['overhead_e2e_ms_p50']:.1f} ms"
 
     header = "case", "TTFT, engine / server", "TPOT, engine / server", "TPOT, difference", "whole answer, difference"
     return markdown(header, map(line, rows))
@@ -305,22 +362,30 @@ def server_table(rows: list[Row]) -> str:
 
 def tuning_table(rows: list[Row]) -> str:
     """Tabulates the fastest setting of each op and case."""
-    fastest = {(row["op"], row["case"]): row for row in sorted(rows, key=lambda row: row["us"], reverse=True)}
+    fastest = {(row["op"], named(row)): row for row in sorted(rows, key=lambda row: row["us"], reverse=True)}
     lines = ((op, case, row["candidate"], f"{row['us']:.1f} us") for (op, case), row in sorted(fastest.items()))
     return markdown(("op", "case", "fastest setting", "time"), lines)
 
 
 def launches_table(rows: list[Row]) -> str:
     """Tabulates how many launches programs have that were compiled for a GPU and not run."""
-    lines = ((row["case"], row["candidate"], str(row["launches"])) for row in rows)
+    lines = ((named(row), row["candidate"], str(row["launches"])) for row in rows)
     return markdown(("program", "candidate", "launches"), lines)
 
 
 def check_table(rows: list[Row]) -> str:
-    """Makes a table of what has been checked on a GPU: tests, compute-sanitizer, soaks."""
-    counts = "passed", "failed", "errors", "requests", "wrong", "leaked"
-    found = lambda row: ", ".join(f"{row[name]} {name}" for name in counts if name in row)
-    lines = [(row["kind"], row["gpu"], row["jax"], row["commit"], row["date"], found(row)) for row in rows]
+    """Makes a table of what has been checked: tests, compute-sanitizer and soaks on a GPU, and the suite on a CPU."""
+    counts = {name: name for name in ("passed", "failed", "errors", "requests", "wrong", "leaked")}
+    counts["cpu_seconds"] = "CPU seconds"
+    found = lambda row: ", ".join(f"{row[name]:.0f} {words}" for name, words in counts.items() if name in row)
+    lines = [
+        (
+            row["kind"] + variant(row, "gpu"),
+            *(row.get(name, "-") for name in ("gpu", "jax", "commit", "date")),
+            found(row),
+        )
+        for row in rows
+    ]
     return markdown(("check", "GPU", "JAX", "commit", "date", "found"), lines)
 
 
@@ -332,6 +397,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "step times": ("crossing", step_time_table),
     "step bytes": ("crossing", step_bytes_table),
     "serving": ("hit_rate_of_attainable", serving_table),
+    "serving defaults": ("hit_rate_of_attainable", serving_defaults_table),
     "idle": ("idle_share", idle_table),
     "precision": ("top1_agreement", precision_table),
     "devices": ("weight_bytes_per_device", device_table),
@@ -340,6 +406,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "sequences": ("sequences", sequence_table),
     "published": ("source", published_table),
     "models": ("floor_us", model_table),
+    "model defaults": ("floor_us", model_defaults_table),
+    "starts": ("first_answer_s", start_table),
     "attention": ("same_bits", attention_table),
     "linear": ("of_copy", linear_table),
     "all_reduce": ("same_on_all", all_reduce_table),
@@ -349,18 +417,15 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "server": ("overhead_tpot_share", server_table),
     "tuning": ("op", tuning_table),
     "launches": ("compiled_for", launches_table),
-    "checks": ("failures", check_table),
+    "checks": ("kind", check_table),
 }
 
 
 def tables(rows: Iterable[Row]) -> dict[str, str]:
     """Makes a Markdown table of each kind of rows: the names are those of `TABLES`, the newest row of each case counts."""
-    latest, found = newest(rows), {}
-    for name, (field, make) in TABLES.items():
-        kind = [row for row in latest if field in row and (make is not span_table or "span_us" in row)]
-        if kind:
-            found[name] = make(kind)
-    return found
+    latest = newest(rows)
+    made = {name: make([row for row in latest if field in row]) for name, (field, make) in TABLES.items()}
+    return {name: text for name, text in made.items() if text}
 
 
 def machines(rows: Iterable[Row]) -> str:

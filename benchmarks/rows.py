@@ -4,11 +4,10 @@ import datetime
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import jax
 
-Row = dict[str, Any]
+from benchmarks.reading import Row
 
 
 def environment(commit: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ STYLE = """\
   .one { fill: var(--one-fill); stroke: var(--one) } .two { fill: var(--two-fill); stroke: var(--two) }
   .three { fill: var(--three-fill); stroke: var(--three) } .four { fill: var(--four-fill); stroke: var(--four) }
   .bar1 { fill: var(--edge) } .bar2 { fill: var(--one) } .bar3 { fill: var(--two) }
+  .bar4 { fill: var(--three) } .bar5 { fill: var(--four) }
   .ink1 { fill: var(--one) } .ink2 { fill: var(--two) } .ink3 { fill: var(--three) } .ink4 { fill: var(--four) }
   .wire { fill: none; stroke-width: 2 } .thick { stroke-width: 2 } .thin { stroke: var(--line); fill: none }
   .wire1 { stroke: var(--one) } .wire2 { stroke: var(--two) } .wire3 { stroke: var(--three) } .wire4 { stroke: var(--four) }

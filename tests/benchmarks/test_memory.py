@@ -3,7 +3,7 @@
 from benchmarks import (
     memory,
 )
-from benchmarks.report import read_rows
+from benchmarks.reading import read_rows
 
 
 def test_deferred_states_of_more_requests_fit_where_rows_have_drafts(tmp_path):

@@ -11,7 +11,8 @@ from benchmarks import (
     model_floor,
     scripted,
 )
-from benchmarks.report import read_rows, tables
+from benchmarks.reading import read_rows
+from benchmarks.report import tables
 
 
 def test_scripted_drafts_are_right_as_often_as_the_script_says():

@@ -9,7 +9,7 @@ from benchmarks import (
     tune,
 )
 from benchmarks.cases import options_parser, run_cases
-from benchmarks.report import read_rows
+from benchmarks.reading import read_rows
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
 

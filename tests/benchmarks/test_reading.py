@@ -1,0 +1,96 @@
+"""A row counts for what it measured and how it was run: no reader of rows mistakes one for another."""
+
+import functools
+from collections import Counter
+
+import pytest
+
+from benchmarks.reading import HOW, gpu, key, loads, named, newest, of_one_commit, read_rows, usual, variant
+from benchmarks.report import tables
+from docs import generate
+
+# Another way to run a case, for each way in which a row may be unusual.
+OTHER = dict(
+    model="other", devices=16, gpu="NVIDIA B200", configuration="defaults", weights_dtype="float8_e4m3fn",
+    activation_dtype="float32", kv_dtype="float8_e4m3fn", state_dtype="bfloat16", deterministic=True,
+)  # fmt: skip
+FILES = {file.stem: read_rows(file) for file in generate.RESULTS.glob("*.jsonl")}
+before = functools.cache(generate.files)
+
+
+def twice(rows, field):
+    """The rows, and after them the same ones run in another way, which took three times as long."""
+    return rows + [
+        {name: 3 * value if isinstance(value, float) else value for name, value in row.items()} | {field: OTHER[field]}
+        for row in rows
+    ]
+
+
+def lines_gone(old, new):
+    return list((Counter(old.splitlines()) - Counter(new.splitlines())).elements())
+
+
+def test_there_is_another_way_for_each_way_to_run_a_case():
+    assert OTHER.keys() == HOW.keys()
+    assert all(gpu(OTHER) != HOW["gpu"][0] if name == "gpu" else OTHER[name] != HOW[name][0] for name in HOW)
+
+
+@pytest.mark.parametrize("field", OTHER)
+def test_a_row_that_was_run_in_another_way_changes_no_headline_no_figure_and_no_other_line(field, monkeypatch):
+    pages = before()
+    monkeypatch.setattr(generate, "rows", lambda name: twice(FILES.get(name, []), field))
+    after = generate.files()
+    for path, old in pages.items():
+        if path.suffix == ".svg" or path.name == "README.md":
+            assert after[path] == old, path
+        else:
+            assert [line for line in lines_gone(old, after[path]) if line != generate.NOT_YET] == [], path
+
+
+@pytest.mark.parametrize("field", OTHER)
+def test_it_adds_lines_to_the_tables_of_its_file(field):
+    count = lambda made: sum(text.count("\n") for text in made.values())
+    for file, rows in FILES.items():
+        old, new = tables(rows), tables(twice(rows, field))
+        for name, text in old.items():
+            assert lines_gone(text, new[name]) == [], (file, name)
+        assert count(new) > count(old), file
+
+
+def test_fields_that_are_absent_mean_the_usual():
+    row = dict(case="decode 1x4096", step_us=1.0)
+    said = row | {name: value for name, (value, _) in HOW.items()}
+    assert key(row) == key(said)
+    assert (named(row), variant(said)) == ("decode 1x4096", "")
+    assert usual([row, said]) == [row, said]
+    assert named(row | dict(case="moe decode 1x4096", model="qwen3.5-35b-a3b")) == "moe decode 1x4096"
+
+
+def test_a_name_says_all_that_is_unusual():
+    row = dict(case="a", devices=2, gpu="NVIDIA H100 80GB HBM3", kv_dtype="float8_e4m3fn", deterministic=True)
+    assert named(row) == "a, 2 devices, H100, float8_e4m3fn keys, deterministic"
+    assert named(row, "devices", "gpu") == "a, float8_e4m3fn keys, deterministic"
+
+
+def test_rows_that_are_compared_are_of_the_newest_commit_that_has_them_all():
+    rows = [dict(case=case, commit=commit, us=us) for case, commit, us in ("aA1", "bA2", "aB3", "bB4", "aC5")]
+    a, b = dict(case="a"), dict(case="b")
+    assert [row["us"] for row in of_one_commit(rows, a, b)] == ["3", "4"]
+    assert [row["us"] for row in of_one_commit([*rows, rows[-1] | dict(case="b", us="6")], a, b)] == ["5", "6"]
+    assert [row["us"] for row in of_one_commit([*rows, rows[-1] | dict(case="b", us="6", devices=2)], a, b)] == [
+        "3",
+        "4",
+    ]
+    with pytest.raises(LookupError):
+        of_one_commit(rows, a, dict(case="c"))
+
+
+def test_modes_are_compared_at_one_commit_and_newer_rows_count_besides():
+    load = dict(workload="w", requests=1, loop="closed", drafts=0, hit_rate_of_attainable=1.0)
+    rows = [
+        load | dict(case=mode, mode=mode, commit=commit)
+        for mode, commit in (("none", "A"), ("copy", "A"), ("copy", "B"), ("none", "B"), ("copy", "C"), ("copy", "D"))
+    ]
+    assert loads(rows) == [{"none": rows[3], "copy": rows[2]}]
+    assert newest(rows) == [rows[2], rows[3], rows[5]]
+    assert loads([rows[0] | dict(devices=2), *rows[4:]]) == [{"none": rows[0] | dict(devices=2)}, {"copy": rows[5]}]
