@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reading import Row, gpu, loads, of_one_commit, read_rows, usual
+from benchmarks.reading import HOW, Row, loads, of_one_commit, read_rows, usual
 from benchmarks.report import TABLES, machines, tables
 from docs.figures import models, serving, step
 
@@ -95,11 +95,11 @@ _COSTS = (
 
 
 def _costs() -> str:
-    """Returns a table with a row for each op: its call, its newest time in the results, and the GPU."""
-    lines = ["| call | time | GPU |", "|---|---|---|"]
+    """Returns a table with a row for each op: its call, its newest time in the results, and the commit."""
+    lines = [f"| call | time on one {HOW['gpu'][0]} | commit |", "|---|---|---|"]
     for what, file, wanted in _COSTS:
         row = _newest(file, **wanted)
-        lines.append(f"| {what} | {row['us']:.1f} us | {gpu(row)} |")
+        lines.append(f"| {what} | {row['us']:.1f} us | {row['commit']} |")
     return "\n".join(lines)
 
 
