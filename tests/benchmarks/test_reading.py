@@ -8,6 +8,7 @@ import pytest
 from benchmarks.reading import HOW, gpu, key, loads, named, newest, of_one_commit, read_rows, usual, variant
 from benchmarks.report import tables
 from docs import generate
+from docs.figures import serving
 
 # Another way to run a case, for each way in which a row may be unusual.
 OTHER = dict(
@@ -94,3 +95,30 @@ def test_modes_are_compared_at_one_commit_and_newer_rows_count_besides():
     assert loads(rows) == [{"none": rows[3], "copy": rows[2]}]
     assert newest(rows) == [rows[2], rows[3], rows[5]]
     assert loads([rows[0] | dict(devices=2), *rows[4:]]) == [{"none": rows[0] | dict(devices=2)}, {"copy": rows[5]}]
+
+
+def pair(name, *modes):
+    """Rows of a load of the serving benchmark in these modes, at a commit of this name, newer than all others."""
+    (row, *_) = usual(FILES["serving"], workload="prefix_repetition", loop="closed", drafts=0, mode="none")
+    row = row | dict(commit=name, date="2099-01-01", requests=77)
+    return [row | dict(mode=mode, case=mode, ttft_ms_mean=500.0 + place) for place, mode in enumerate(modes)]
+
+
+def test_the_headline_is_of_the_newest_commit_that_timed_both_modes(monkeypatch):
+    more = [*pair("both", "none", "align/copy_free"), *pair("alone", "align/copy_free")]
+    monkeypatch.setattr(generate, "rows", lambda name: FILES[name] + (more if name == "serving" else []))
+    said = " ".join(generate.part("headlines").split())
+    assert "77 prompts share" in said
+    assert "first token from 500 to 501 ms" in said
+    assert "tokens/s (both)" in said
+
+
+def test_the_figure_has_a_bar_for_each_mode_of_a_load_that_has_several():
+    alone = pair("alone", "align/copy_free")[0] | dict(requests=78)
+    text = serving.draw([*pair("both", "none", "all", "align/deferred"), alone])
+    assert text.count('class="bar') == 3 + 3 * len(serving.PANELS)
+    assert ">align/deferred<" in text
+    assert ">all<" in text
+    assert ">500<" in text
+    assert "prefix_repetition x77" in text
+    assert "prefix_repetition x78" not in text
