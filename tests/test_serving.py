@@ -270,7 +270,7 @@ def test_the_serving_benchmark_writes_complete_rows(tmp_path, capsys, monkeypatc
     assert rows[0]["attainable_tokens"] >= 3 * 64
     printed = capsys.readouterr().out
     assert "compiled in" in printed
-    assert "multi_turn x4 closed align/copy_free mtp K1 async" in printed
+    assert "multi_turn x4 closed align/copy_free mtp K1: run 1" in printed
     lines = report.table(file).splitlines()
     assert lines[0].startswith("| workload | loop | mode |")
     assert len([line for line in lines if "copy_free" in line and "| 1, mtp |" in line]) == 3
