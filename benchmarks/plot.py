@@ -36,7 +36,7 @@ def draw(rows: list[Row], file: Path) -> None:
 
     loads = bars(rows)
     modes = list(dict.fromkeys(mode for each in loads.values() for mode in each))
-    figure = Figure(figsize=(2 + 1.4 * len(loads), 2.2 * len(PANELS)), layout="constrained")
+    figure = Figure(figsize=(2 + 1.7 * len(loads), 2.2 * len(PANELS)), layout="constrained")
     panels = figure.subplots(len(PANELS), 1, sharex=True)
     for panel, (title, names) in zip(panels, PANELS.items(), strict=True):
         for place, mode in enumerate(modes):
