@@ -24,6 +24,8 @@ HOW: dict[str, tuple[Any, str]] = {
     "state_dtype": ("float32", "{} states"),
     "deterministic": (False, "deterministic"),
 }
+_USUAL = {name: value for name, (value, _) in HOW.items()}
+_USUAL_MOE = _USUAL | {"model": "qwen3.5-35b-a3b"}
 _WHAT = "kind", "op", "case", "crossing", "candidate", "routing"
 USUAL_TOKENS_A_STEP = 2048  # `max_num_batched_tokens` of most rows of the serving benchmark
 
@@ -40,14 +42,12 @@ def gpu(row: Row) -> str:
 
 def _usual(row: Row) -> Row:
     """How a row's case is usually run. Cases whose names begin with "moe" have a model of their own."""
-    usual = {name: value for name, (value, _) in HOW.items()}
-    return usual | {"model": "qwen3.5-35b-a3b"} if row.get("case", "").startswith("moe ") else usual
+    return _USUAL_MOE if row.get("case", "").startswith("moe ") else _USUAL
 
 
 def how(row: Row) -> Row:
     """How a row's case was run: the fields of `HOW`, with the values that are meant where the row has none."""
-    usual = _usual(row)
-    return {name: row.get(name, usual[name]) for name in HOW} | {"gpu": gpu(row)}
+    return {name: row.get(name, value) for name, value in _usual(row).items()} | {"gpu": gpu(row)}
 
 
 def key(row: Row) -> tuple[Any, ...]:

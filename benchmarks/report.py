@@ -86,13 +86,14 @@ def _drafts(row: Row) -> str:
 # What the load of a row of the serving benchmark is, whichever configuration the engine had.
 _SERVING = "workload", "requests", "loop", "mode", "speculation", "drafts"
 _CHOICES = {
-    "prefix_cache": "{}", "policy": "{}", "async_stepping": "asynchronous {}", "block_size": "blocks of {}",
+    "prefix_cache": "{}", "policy": "{}", "async_stepping": "{}", "block_size": "blocks of {}",
     "kv_page_size": "pages of {}", "max_num_seqs": "{} requests", "max_num_batched_tokens": "{} tokens a step",
 }  # fmt: skip
 
 
 def _chosen(row: Row) -> str:
-    return ", ".join(words.format(row[name]) for name, words in _CHOICES.items() if name in row)
+    said = row | {"async_stepping": "asynchronous" if row.get("async_stepping") else "synchronous"}
+    return ", ".join(words.format(said[name]) for name, words in _CHOICES.items() if name in row)
 
 
 def _beside(rows: list[Row], what: Sequence[str]) -> tuple[list[Row], list[tuple[Row, Row | None]]]:

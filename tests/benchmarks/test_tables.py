@@ -92,7 +92,7 @@ def test_tables_have_names_and_machines_are_listed_once():
 MODEL = dict(
     case="decode 1x4096", model="qwen3.5-4b", commit="abc", floor_us=1000.0, step_us=2000.0, policy="copy_free"
 )
-DEFAULTS = dict(configuration="defaults", block_size=256, max_num_seqs=192)
+DEFAULTS = dict(configuration="defaults", async_stepping=True, block_size=256, max_num_seqs=192)
 
 
 def test_defaults_are_tabulated_beside_the_configuration_of_the_benchmark_at_the_same_commit():
@@ -101,11 +101,13 @@ def test_defaults_are_tabulated_beside_the_configuration_of_the_benchmark_at_the
     assert list(made) == ["models", "model defaults"]
     assert made["models"].splitlines()[2:] == ["| decode 1x4096 | 2.00 ms | 1.00 ms | 2.00 | - | - | abc |"]
     assert made["model defaults"].splitlines()[2:] == [
-        "| decode 1x4096 | 2.10 ms | 2.00 ms | 1.05 | copy_free, blocks of 256, 192 requests |",
-        "| prompt 512 | 3.00 ms | - | - | copy_free, blocks of 256, 192 requests |",
+        "| decode 1x4096 | 2.10 ms | 2.00 ms | 1.05 | copy_free, asynchronous, blocks of 256, 192 requests |",
+        "| prompt 512 | 3.00 ms | - | - | copy_free, asynchronous, blocks of 256, 192 requests |",
     ]
     other = tables([MODEL | dict(commit="old"), MODEL | DEFAULTS])
-    assert other["model defaults"].endswith("| 2.00 ms | - | - | copy_free, blocks of 256, 192 requests |")
+    assert other["model defaults"].endswith(
+        "| 2.00 ms | - | - | copy_free, asynchronous, blocks of 256, 192 requests |"
+    )
     assert "model defaults" not in tables([MODEL])
 
 
