@@ -54,15 +54,16 @@ def fetch_and_increment(counter: Memory) -> Register:
     return assembly(text, "=r,l", jnp.int32, [address(counter, 0)])
 
 
-def wait_for_last(barriers: Any, count: Any, stages: int) -> None:
-    """Wait for the last completions of `stages` barriers, of which each use in turn has one, after `count` uses.
+def wait_for_last(count: Any, stages: int, *barriers: Any) -> None:
+    """Wait for the last completions of arrays of `stages` barriers, of which each use in turn has one, after `count` uses.
 
     A barrier has one phase bit, so each of its completions must be waited for.
     """
 
     @pl.loop(jnp.maximum(count - stages, 0), count)
     def _(n: Any) -> None:
-        barrier_wait(barriers.at[jax.lax.rem(n, jnp.int32(stages))])
+        for each in barriers:
+            barrier_wait(each.at[jax.lax.rem(n, jnp.int32(stages))])
 
 
 def run_by_warpgroup(bodies: Any, done: Any) -> None:

@@ -110,12 +110,7 @@ class _Cta:
             return jax.lax.fori_loop(0, self.blocks_of(shard), copy, step)
 
         steps = jax.lax.fori_loop(0, self.num_shards, copy_shard, jnp.int32(0))
-
-        # A barrier has one phase bit, so each of its completions must be waited for.
-        @hp.loop(jnp.maximum(steps - _STAGES, 0), steps)
-        def _(step):
-            hp.barrier_wait(self.refs.keys_free.at[_stage(step)])
-            hp.barrier_wait(self.refs.values_free.at[_stage(step)])
+        hp.wait_for_last(steps, _STAGES, self.refs.keys_free, self.refs.values_free)
 
     def copy_block(self, shard: Any, n: Any, step: Any) -> Any:
         """Copy the keys and values of a shard's n-th block. Return the next step."""

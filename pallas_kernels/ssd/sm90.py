@@ -62,7 +62,7 @@ class _Cta:
         """Copy the tokens of later chunks, and their factors, to SMEM."""
         hp.set_max_registers(40, action="decrease")
         jax.lax.fori_loop(0, self.count, self.fetch_chunk, None)
-        hp.wait_for_last(self.refs.free, self.count, _STAGES)
+        hp.wait_for_last(self.count, _STAGES, self.refs.free)
 
     def fetch_chunk(self, chunk: Any, _: None) -> None:
         """Copy the tokens of a chunk, and their factors."""
@@ -88,7 +88,7 @@ class _Cta:
         advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, self.advance, state)
         state = self.row.run(self.refs, [self.initial(n) for n in self.columns], advance_to, self.store)
         self.row.store_last(self.refs.write_block[self.row.index], state, self.store)
-        hp.wait_for_last(self.refs.state_free, self.count, _STATES)
+        hp.wait_for_last(self.count, _STATES, self.refs.state_free)
 
     def tile_of(self, block: Any, n: int) -> Any:
         """Return the n-th tile of a block's state."""

@@ -120,12 +120,7 @@ class _Cta:
         has_entry = lambda carry: carry[0].ticket < self.work.total
         chunks = jax.lax.while_loop(has_entry, fetch_head, (self.take_entry(), jnp.int32(0)))[1]
         hp.barrier_wait(self.refs.seen)
-
-        # A barrier has one phase bit, so each of its completions must be waited for.
-        @hp.loop(jnp.maximum(chunks - _STAGES, 0), chunks)
-        def _(index):
-            hp.barrier_wait(self.refs.free.at[_stage_of(index)])
-            hp.barrier_wait(self.refs.values_free.at[_stage_of(index)])
+        hp.wait_for_last(chunks, _STAGES, self.refs.free, self.refs.values_free)
 
     def take_entry(self) -> Entry:
         """Take the next entry, and store it for the other warpgroups."""

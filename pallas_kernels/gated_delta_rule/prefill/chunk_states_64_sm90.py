@@ -66,8 +66,8 @@ class _Tile:
         self.begin()
         fetch_chunk = lambda chunk, _: self.fetch_chunk(chunk, wait_for_products)
         jax.lax.fori_loop(0, self.count, fetch_chunk, None)
-        hp.wait_for_last(self.refs.free, self.count, self.stages)
-        hp.wait_for_last(self.refs.query_free, self.count, _QUERY_STAGES)
+        hp.wait_for_last(self.count, self.stages, self.refs.free)
+        hp.wait_for_last(self.count, _QUERY_STAGES, self.refs.query_free)
 
     def fetch_chunk(self, chunk: Any, wait_for_products: Callable[[Any, Any], None] | None) -> None:
         """Copy one chunk's operands."""
