@@ -146,6 +146,12 @@ class Rows(Arguments):
         inputs = dict(layer=self.layer, query_start_loc=self.query_start_loc)
         return inputs | dict(read_block=self.read, write_blocks=self.write)
 
+    @property
+    def window_inputs(self) -> dict[str, Any]:
+        """The rows as inputs of a kernel that reads and keeps convolution windows, without the layer."""
+        inputs = dict(query_start_loc=self.query_start_loc, read_block=self.window_read, window_row=self.window_row)
+        return inputs | dict(write_block=self.write[:, 0])
+
     def of_group(self, group: int, layer: int | jax.Array) -> "Rows":
         """Return the rows with their blocks of one group of layers, for one of its layers."""
         at = lambda blocks: None if blocks is None else blocks[group]

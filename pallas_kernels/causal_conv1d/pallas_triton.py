@@ -123,15 +123,9 @@ def causal_conv1d_update(
         functools.partial(_update_kernel, tile=config.tile, options=options),
         name="causal_conv1d_update",
         grid=(-(-x.shape[1] // config.tile), max(x.shape[0], rows.num_rows)),
-        inputs=dict(
-            x=x,
-            layer=rows.layer,
-            weight=weight,
-            bias=bias,
-            query_start_loc=rows.query_start_loc,
-            read_block=rows.window_read,
-            window_row=rows.window_row,
-            write_block=rows.write[:, 0],
+        inputs=dict(x=x, layer=rows.layer, weight=weight, bias=bias)
+        | rows.window_inputs
+        | dict(
             boundary_row=None if rows.boundary is None else rows.boundary.row,
             boundary_block=None if rows.boundary is None else rows.boundary.block,
         ),
@@ -230,17 +224,7 @@ def causal_conv1d_prefill(
         functools.partial(_prefill_kernel, tile=config.tile, block=block, options=options, interpret=run.interpret),
         name="causal_conv1d_prefill",
         grid=(-(-weight.shape[1] // config.tile), rows.num_rows + -(-x.shape[0] // block)),
-        inputs=dict(
-            x=x,
-            layer=rows.layer,
-            weight=weight,
-            bias=bias,
-            query_start_loc=rows.query_start_loc,
-            read_block=rows.window_read,
-            window_row=rows.window_row,
-            write_block=rows.write[:, 0],
-            **rows.checkpoint_inputs,
-        ),
+        inputs=dict(x=x, layer=rows.layer, weight=weight, bias=bias) | rows.window_inputs | rows.checkpoint_inputs,
         outputs=pt.part_shapes(x.shape[0], options.parts, x.dtype),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
