@@ -152,6 +152,12 @@ class Rows(Arguments):
         inputs = dict(query_start_loc=self.query_start_loc, read_block=self.window_read, window_row=self.window_row)
         return inputs | dict(write_block=self.write[:, 0])
 
+    @property
+    def fold_inputs(self) -> dict[str, Any]:
+        """The rows as inputs of a kernel of deferred states, without the blocks that they read and write."""
+        inputs = dict(layer=self.layer, query_start_loc=self.query_start_loc, slot=self.fold.slot, base=self.fold.base)
+        return inputs | dict(position=self.num_computed_tokens)
+
     def of_group(self, group: int, layer: int | jax.Array) -> "Rows":
         """Return the rows with their blocks of one group of layers, for one of its layers."""
         at = lambda blocks: None if blocks is None else blocks[group]

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
+from pallas_kernels._deferred_rows import DeferredRow
 from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule._arguments import Options, Projections
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
 from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results, store_gram
-from pallas_kernels.hopper.deferred_rows import DeferredRow, deferred_inputs, terms_of
+from pallas_kernels.hopper.deferred_rows import clear_padding, deferred_inputs, terms_of
 from pallas_kernels.rows import Rows
 
 _VALUES = 64  # value dims of a CTA: the rows of a product on tensor cores
@@ -53,7 +54,9 @@ class _Cta:
         self.at = Factors.of(self.vectors, self.group_slots)
         self.tile = hp.SWIZZLE // refs.pool.dtype.itemsize  # keys in a step of a product
         self.tiles = [hp.ds(first, self.tile) for first in range(0, self.key_dim, self.tile)]
-        self.row = DeferredRow(refs, index, self.length, at_once=True)
+        # All indices are loaded before any is used. The compiler would load some of them only when it knows others.
+        loaded = hp.optimization_barrier(DeferredRow.load(refs, index))
+        self.row = DeferredRow(loaded, index, refs.slot.shape[0], self.length)
         self.dims = hp.ds(self.value_tile * _VALUES, _VALUES)
         self.repeats = refs.pool.shape[2] // refs.ring_k.shape[2]  # value heads of a key head
         self.key_head = jax.lax.div(self.head, jnp.int32(self.repeats))
@@ -65,7 +68,7 @@ class _Cta:
         """Run the row, and store zeros in outputs of padding tokens."""
         hp.when(self.row.takes_part())(self.run_groups)
         out_of = lambda token: self.refs.out.at[token, self.head, self.dims]
-        self.row.clear(self.refs.out.shape[0], self.refs.v_tile.at[0], out_of)
+        clear_padding(self.row, self.refs.out.shape[0], self.refs.v_tile.at[0], out_of)
 
     def run_groups(self) -> None:
         """Run the tokens in the group of the row's base, fold it if necessary, and run the tokens in the next one."""

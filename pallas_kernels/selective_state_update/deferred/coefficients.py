@@ -180,13 +180,11 @@ def coefficients(
     (groups, ring_slots, state_dim), num_rows, heads = ring.B.shape[2:], rows.num_rows, inputs.A.shape[0]
     group_slots = sizes(vectors, ring_slots // 2)[1]
     array, f32, dtype = jax.ShapeDtypeStruct, jnp.float32, inputs.xBC.dtype
-    of_rows = dict(fold_block=rows.fold.block, layer=rows.layer, query_start_loc=rows.query_start_loc)
-    of_rows |= dict(slot=rows.fold.slot, base=rows.fold.base, position=rows.num_computed_tokens)
     return pt.call(
         functools.partial(_kernel, vectors=vectors, dt_softplus=dt_softplus, interpret=interpret),
         name="selective_state_deferred_coefficients",
         grid=(groups * -(-(heads // groups) // _HEADS), num_rows),
-        inputs=inputs._asdict() | of_rows,
+        inputs=inputs._asdict() | dict(fold_block=rows.fold.block) | rows.fold_inputs,
         outputs=dict(
             attention=array((num_rows, heads, vectors, group_slots), f32),
             factors=array((num_rows, heads, Factors.of(vectors, group_slots).size), f32),

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
+from pallas_kernels._deferred_rows import DeferredRow
 from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.hopper.deferred_rows import DeferredRow, deferred_inputs, terms_of
+from pallas_kernels.hopper.deferred_rows import clear_padding, deferred_inputs, terms_of
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred.coefficients import Factors, coefficients, sizes
 from pallas_kernels.selective_state_update.deferred.entries import Inputs, Mamba2Entries
@@ -47,7 +48,7 @@ def _kernel(refs, *, max_query_tokens: int, count: int):
     at = Factors.of(vectors, group_slots)
     tile = hp.SWIZZLE // pool.dtype.itemsize  # states in a step of a product
     tiles = [hp.ds(first, tile) for first in range(0, state_dim, tile)]
-    row = DeferredRow(refs, index_of_row, length)
+    row = DeferredRow(DeferredRow.load(refs, index_of_row), index_of_row, refs.slot.shape[0], length)
     tokens, layer, position = row.tokens, row.layer, row.position
     first_group, boundary = row.first_group, row.boundary
     dims = hp.ds(channel_tile * _CHANNELS, _CHANNELS)
@@ -149,7 +150,7 @@ def _kernel(refs, *, max_query_tokens: int, count: int):
 
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
-    row.clear(out.shape[0], out_tile.at[0], lambda token: out.at[token, head, dims])
+    clear_padding(row, out.shape[0], out_tile.at[0], lambda token: out.at[token, head, dims])
 
 
 def selective_state_deferred(
