@@ -7,8 +7,8 @@ from kernels.delta_rule_claims import Dims
 from kernels.delta_rule_prefill_claims import make_prefill, prefill
 
 from pallas_kernels.gated_delta_rule.prefill import chunk_states_64_sm90, chunk_states_128_sm90
-from pallas_kernels.gated_delta_rule.prefill.per_head_sm90 import plan
-from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import SMS, selects_first, variants
+from pallas_kernels.gated_delta_rule.prefill.per_head_sm90 import Plan
+from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import SMS, Variant, selects_first, variants
 
 HEADS, DIM = 32, 128
 PROGRAMS = HEADS * DIM // 64  # that carry a row's states in the first variant
@@ -34,7 +34,7 @@ LENGTHS = [
     ],
 )
 def test_a_launch_has_the_forms_that_its_rows_may_need(rows, value_dim, wanted):
-    assert list(variants(rows, HEADS, value_dim)) == wanted
+    assert [variant.module for variant in variants(rows, HEADS, value_dim)] == wanted
 
 
 @pytest.mark.parametrize(("lengths", "wanted"), LENGTHS)
@@ -44,8 +44,8 @@ def test_the_first_form_carries_few_rows_and_long_ones(lengths, wanted):
 
 @pytest.mark.parametrize(("rows", "is_packed"), [(4, False), (5, True), (64, True)])
 def test_many_heads_are_carried_while_few_programs_make_the_last_products(rows, is_packed):
-    found = plan(chunk_states_128_sm90, rows, HEADS, DIM)
-    assert (found.makers, found.carriers, found.is_packed) == (SMS, min(rows * HEADS, SMS), is_packed)
+    found = Plan.of(Variant.of(chunk_states_128_sm90, rows, HEADS, DIM))
+    assert (found.makers, found.carrying.ctas, found.is_packed) == (SMS, min(rows * HEADS, SMS), is_packed)
 
 
 @pytest.mark.gpu

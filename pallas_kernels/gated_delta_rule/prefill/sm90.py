@@ -16,14 +16,11 @@ from pallas_kernels.gated_delta_rule.prefill.chunk_intra_per_channel_sm90 import
 from pallas_kernels.gated_delta_rule.prefill.chunk_states_64_sm90 import WARPGROUPS
 from pallas_kernels.gated_delta_rule.prefill.per_head_sm90 import prefill
 from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import (
-    chunk_states,
-    ctas_of,
     is_selected,
-    selects_first,
+    runs_first,
     split_by_variant,
     variants,
     views,
-    work_of,
 )
 from pallas_kernels.hopper.prefill_rows import TILE, prefill_inputs
 from pallas_kernels.rows import Rows
@@ -51,7 +48,7 @@ def gated_delta_rule_prefill(
     config = default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)
     inputs: dict[str, Any] = dict(q=q, k=k, v=v) | prefill_inputs(rows)
     if not per_channel:
-        return prefill(inputs, g, beta, rows.chunks, pool, options=options, terms=config.pieces)
+        return prefill(inputs | dict(g=g, beta=beta), pool, options=options, terms=config.pieces)
     inputs |= products_per_channel(q, k, g, beta, rows.chunks, options=options)
     return _states(inputs, pool, options.layout)
 
@@ -59,31 +56,28 @@ def gated_delta_rule_prefill(
 def _states(inputs: dict[str, Any], pool: jax.Array, layout: StateLayout) -> tuple[jax.Array, jax.Array]:
     """Launch the recurrence with a decay per key channel, on the inputs of `states` in chunk_states.py, by name."""
     v, key_dim, terms = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
-    rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
-    chosen = variants(rows, value_heads, value_dim)
+    chosen = variants(inputs["read_block"].shape[0], *v.shape[1:])
     described = views(chosen, key_dim, terms, v.dtype, pool.dtype, per_channel=True)
-    works = [work_of(variant, rows, value_heads, value_dim) for variant in chosen]
-    ctas = [ctas_of(variant, work) for variant, work in zip(chosen, works, strict=True)]
 
     def body(refs):
         cta, taken = hp.axis_index("cta"), hp.semaphores(1).at[0]
-        is_first = len(chosen) == 1 or selects_first(refs.query_start_loc, rows, works[0].of_row)
-        of_variants = zip(chosen, works, ctas, split_by_variant(refs.memory, described), refs.barriers, strict=True)
-        for variant, work, count, memory_of, barriers in of_variants:
+        is_first = runs_first(chosen, refs.query_start_loc)
+        of_variants = zip(chosen, split_by_variant(refs.memory, described), refs.barriers, strict=True)
+        for variant, memory_of, barriers in of_variants:
             named = SimpleNamespace(**vars(refs), **barriers)
-            run = functools.partial(chunk_states, variant, named, memory_of, work, cta, taken, layout=layout)
-            hp.when((cta < count) & is_selected(variant, chosen, is_first))(run)
+            run = functools.partial(variant.chunk_states, named, memory_of, cta, taken, layout=layout)
+            hp.when((cta < variant.ctas) & is_selected(variant, chosen, is_first))(run)
 
     results = hp.launch(
         body,
         name="gated_delta_rule_prefill_states",
-        grid=dict(cta=max(ctas)),
+        grid=dict(cta=max(variant.ctas for variant in chosen)),
         inputs=inputs,
         outputs=dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)),
         updates=dict(pool=pool),
         scratch=dict(
             memory=hp.RefUnion(*itertools.chain(*described)),
-            barriers=[variant.barriers(key_dim, terms, per_channel=True) for variant in chosen],
+            barriers=[variant.module.barriers(key_dim, terms, per_channel=True) for variant in chosen],
         ),
         warpgroups=WARPGROUPS,
     )

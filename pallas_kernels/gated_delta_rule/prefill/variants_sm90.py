@@ -7,9 +7,9 @@ both variants, and each CTA selects one by the rows' lengths. Both have the same
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,49 +23,49 @@ SMS = 132  # SMs of a Hopper GPU. With more or fewer, launches are slower, and t
 _MOST_ROWS = 8
 
 
-def _splits_of(variant: ModuleType, value_dim: int) -> int:
-    """Return the number of CTAs over which a variant splits the value dims of a head."""
-    return value_dim // TILE // (chunk_states_128_sm90.TILES if variant is chunk_states_128_sm90 else 1)
+class Variant(NamedTuple):
+    """A variant of the recurrence in a launch.
 
-
-def work_of(variant: ModuleType, rows: int, value_heads: int, value_dim: int) -> Work:
-    """Return the work queue of a variant."""
-    return Work(rows, value_heads, _splits_of(variant, value_dim))
-
-
-def ctas_of(variant: ModuleType, work: Work) -> int:
-    """Return the number of CTAs that run a variant. In the second one, each takes several entries."""
-    return min(work.total, SMS) if variant is chunk_states_128_sm90 else work.total
-
-
-def variants(rows: int, value_heads: int, value_dim: int) -> tuple[ModuleType, ...]:
-    """Return the modules of the variants in a launch for some rows and heads: one, or both."""
-    splits = _splits_of(chunk_states_64_sm90, value_dim)
-    if rows * value_heads * splits <= SMS or splits % chunk_states_128_sm90.TILES:
-        return (chunk_states_64_sm90,)
-    return (chunk_states_64_sm90, chunk_states_128_sm90) if rows <= _MOST_ROWS else (chunk_states_128_sm90,)
-
-
-def chunk_states(
-    variant: ModuleType,
-    refs: Any,
-    memory: Any,
-    work: Work,
-    cta: Any,
-    queue: Any,
-    *,
-    begin: Callable[[], None] = lambda: None,
-    **options: Any,
-) -> None:
-    """Run a CTA of a variant, which is the CTA `cta` of those that run the recurrence.
-
-    In the first variant it runs the entry `cta` of `work`, and calls `begin` first. In the second variant, in which no CTA
-    computes products before the recurrence, it takes entries from `queue`.
+    Attributes:
+        module: Its module, chunk_states_64_sm90 or chunk_states_128_sm90.
+        work: Its work queue.
     """
-    if variant is chunk_states_128_sm90:
-        chunk_states_128_sm90.chunk_states(refs, memory, work, queue, **options)
-    else:
-        chunk_states_64_sm90.chunk_states(refs, memory, work.indices_of(cta), begin=begin, **options)
+
+    module: ModuleType
+    work: Work
+
+    @classmethod
+    def of(cls, module: ModuleType, rows: int, value_heads: int, value_dim: int) -> "Variant":
+        """Return a variant for a number of rows, value heads and value dims."""
+        tiles = chunk_states_128_sm90.TILES if module is chunk_states_128_sm90 else 1
+        return cls(module, Work(rows, value_heads, value_dim // TILE // tiles))
+
+    @property
+    def ctas(self) -> int:
+        """The number of CTAs that run it. In the second variant, each takes several entries."""
+        return min(self.work.total, SMS) if self.module is chunk_states_128_sm90 else self.work.total
+
+    def chunk_states(
+        self, refs: Any, memory: Any, cta: Any, queue: Any, *, begin: Callable[[], None] = lambda: None, **options: Any
+    ) -> None:
+        """Run a CTA, which is the CTA `cta` of those that run the recurrence.
+
+        In the first variant it runs the entry `cta` of the work queue, and calls `begin` first. In the second variant, in
+        which no CTA computes products before the recurrence, it takes entries from `queue`.
+        """
+        if self.module is chunk_states_128_sm90:
+            chunk_states_128_sm90.chunk_states(refs, memory, self.work, queue, **options)
+        else:
+            chunk_states_64_sm90.chunk_states(refs, memory, self.work.indices_of(cta), begin=begin, **options)
+
+
+def variants(rows: int, value_heads: int, value_dim: int) -> tuple[Variant, ...]:
+    """Return the variants in a launch for some rows and heads: one, or both."""
+    modules = chunk_states_64_sm90, chunk_states_128_sm90
+    first, second = (Variant.of(module, rows, value_heads, value_dim) for module in modules)
+    if first.work.total <= SMS or first.work.splits % chunk_states_128_sm90.TILES:
+        return (first,)
+    return (first, second) if rows <= _MOST_ROWS else (second,)
 
 
 def selects_first(query_start_loc: Any, rows: int, ctas: int) -> jax.Array:
@@ -75,18 +75,22 @@ def selects_first(query_start_loc: Any, rows: int, ctas: int) -> jax.Array:
     return (starts[-1] - starts[0]) * ctas <= SMS * longest
 
 
-def is_selected(variant: ModuleType, chosen: tuple[ModuleType, ...], is_first: Any) -> Any:
+def runs_first(chosen: Sequence[Variant], query_start_loc: Any) -> Any:
+    """Return whether a launch with the variants `chosen` runs the first of them, given where its rows start."""
+    work = chosen[0].work
+    return len(chosen) == 1 or selects_first(query_start_loc, work.rows, work.of_row)
+
+
+def is_selected(variant: Variant, chosen: Sequence[Variant], is_first: Any) -> Any:
     """Return whether a launch with the variants `chosen` runs `variant`, given whether it runs the first one."""
-    if len(chosen) == 1:
-        return True
     return is_first if variant is chosen[0] else ~is_first
 
 
 def views(
-    chosen: tuple[ModuleType, ...], key_dim: int, terms: int, dtype: Any, pool_dtype: Any, *, per_channel: bool
+    chosen: Sequence[Variant], key_dim: int, terms: int, dtype: Any, pool_dtype: Any, *, per_channel: bool
 ) -> list[list[Any]]:
     """Return each variant's views of SMEM. All are views of the same bytes."""
-    return [variant.memory(key_dim, terms, dtype, pool_dtype, per_channel=per_channel) for variant in chosen]
+    return [variant.module.memory(key_dim, terms, dtype, pool_dtype, per_channel=per_channel) for variant in chosen]
 
 
 def split_by_variant(memory: Any, described: list[list[Any]]) -> list[list[Any]]:
