@@ -6,6 +6,7 @@ heads, one after the other, and solves both of their systems at once. Keys come 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from pallas_kernels import hopper as hp
 from pallas_kernels._dot import as_terms
 from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule._arguments import Options
+from pallas_kernels.gated_delta_rule._arguments import Options, Tokens
 from pallas_kernels.gated_delta_rule.prefill.chunk_intra import MAX_EXPONENT, decay_spans
 from pallas_kernels.gated_delta_rule.prefill.solve_tril_sm90 import SIZE, solve_tril
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
@@ -30,182 +31,228 @@ _BEFORE, _AFTER = _LEVELS + 1, _LEVELS + 2  # the spans from the chunk's start t
 _TERMS = 2  # bfloat16 terms of a float32 log decay in sums
 
 
-def kernel(refs, *, options: Options):
-    """Handle one chunk and two value heads."""
-    token_rows, token_tiles = refs.tokens
-    decay_rows, decay_tiles, decay_terms = refs.log_decays
-    operands, system, solution = refs.systems
-    pair, chunk = hp.axis_index("pair"), hp.axis_index("chunk")
-    heads = refs.g.shape[1]
-    key_dim, repeats = refs.k.shape[2], heads // refs.k.shape[1]
-    tiles, tiles_of_decays = range(key_dim // KEYS), range(key_dim // DECAYS)
-    start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
-    row, nothing = hp.rows(_SHAPE).astype(jnp.float32), hp.zeros(_SHAPE, jnp.float32)
-    apart = (hp.rows(_SHAPE) & -BLOCK) ^ (hp.columns(_SHAPE) & -BLOCK)  # less than `BLOCK` for tokens of one block
+class _Cta:
+    """The work of a CTA: one chunk and two value heads, one after the other."""
 
-    def head_of(half):
+    def __init__(self, refs: Any, options: Options) -> None:
+        self.refs, self.options = refs, options
+        self.token_rows, self.token_tiles = refs.tokens
+        self.decay_rows, self.decay_tiles, self.decay_terms = refs.log_decays
+        self.operands, self.system, self.solution = refs.systems
+        self.pair, self.chunk = hp.axis_index("pair"), hp.axis_index("chunk")
+        self.heads, self.key_dim = refs.g.shape[1], refs.k.shape[2]
+        self.tiles, self.tiles_of_decays = range(self.key_dim // KEYS), range(self.key_dim // DECAYS)
+        self.start, self.end = refs.cu_chunk_seqlens[self.chunk], refs.cu_chunk_seqlens[self.chunk + 1]
+        self.row, self.nothing = hp.rows(_SHAPE).astype(jnp.float32), hp.zeros(_SHAPE, jnp.float32)
+        # Less than `BLOCK` for tokens of one block.
+        self.apart = (hp.rows(_SHAPE) & -BLOCK) ^ (hp.columns(_SHAPE) & -BLOCK)
+
+    def run(self) -> None:
+        """Compute the products of both heads, and then solve both of their systems."""
+        refs = self.refs
+        self.fetch(0)
+        self.fetch_span(_BEFORE)
+        refs.token[...] = jnp.max(self.row, axis=1)
+        jax.lax.fori_loop(0, 2, lambda half, _: _Head(self, half).run(), None)
+        hp.commit_smem()
+        solve_tril(self.system, refs.betas, self.solution)
+        hp.commit_smem()
+        for half in (0, 1):
+            head, is_own = self.head_of(half)
+
+            @hp.when(is_own)
+            def _(half=half, head=head):
+                for n in range(refs.solve.shape[0]):
+                    hp.copy_smem_to_gmem(self.solution.at[half, n], refs.solve.at[n, head, self.chunk])
+
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def head_of(self, half: Any) -> tuple[Any, Any]:
         """Return a value head, and whether this half of the pair is the first to have it."""
-        index = 2 * pair + half
-        return jnp.minimum(index, heads - 1), index < heads
+        index = 2 * self.pair + half
+        return jnp.minimum(index, self.heads - 1), index < self.heads
 
-    def keys_of(n):
-        return hp.ds(n * KEYS, KEYS)
-
-    def fetch(half):
-        head, _ = head_of(half)
-        key_head, here = jax.lax.div(head, jnp.int32(repeats)), hp.ds(start, SIZE)
-        for n in tiles:
+    def fetch(self, half: int) -> None:
+        """Start the copies of a head's inputs to SMEM."""
+        refs, (head, _) = self.refs, self.head_of(half)
+        key_head = jax.lax.div(head, jnp.int32(self.heads // refs.k.shape[1]))
+        here = hp.ds(self.start, SIZE)
+        for n in self.tiles:
             for name in ("k", "q"):
-                hp.copy_gmem_to_smem(
-                    getattr(refs, name).at[here, key_head, keys_of(n)], token_rows[name].at[n], refs.full
-                )
-        for n in tiles_of_decays:
-            hp.copy_gmem_to_smem(refs.g.at[here, head, hp.ds(n * DECAYS, DECAYS)], decay_rows.at[n], refs.full)
-        hp.copy_gmem_to_smem(refs.beta.at[head, chunk], refs.betas.at[half], refs.full)
+                source = getattr(refs, name).at[here, key_head, _keys(n)]
+                hp.copy_gmem_to_smem(source, self.token_rows[name].at[n], refs.full)
+        for n in self.tiles_of_decays:
+            source = refs.g.at[here, head, hp.ds(n * DECAYS, DECAYS)]
+            hp.copy_gmem_to_smem(source, self.decay_rows.at[n], refs.full)
+        hp.copy_gmem_to_smem(refs.beta.at[head, self.chunk], refs.betas.at[half], refs.full)
 
-    def wide(name, n):
-        return hp.load_tile(token_tiles[name].at[n]).astype(jnp.float32)
+    def fetch_span(self, span: Any) -> None:
+        """Copy the matrix whose ones are the tokens to sum over to SMEM, over the last span's matrix."""
+        hp.copy_gmem_to_smem(self.refs.spans.at[span], self.refs.square, self.refs.span_full)
 
-    def cut_log_decays(values):
+    def wide(self, name: str, n: Any) -> jax.Array:
+        """Return tile n of the keys or queries, in float32."""
+        return hp.load_tile(self.token_tiles[name].at[n]).astype(jnp.float32)
+
+    def cut_log_decays(self, values: jax.Array) -> None:
         """Store log decays [tokens, keys] as bfloat16 terms over the float32 ones."""
         terms = as_terms(values, _TERMS)
         hp.commit_smem()  # no warp still reads the float32 log decays
         for n, term in enumerate(terms):
-            decay_terms[n] = term
+            self.decay_terms[n] = term
         hp.commit_smem()
 
-    def fetch_span(span):
-        """Copy the matrix whose ones are the tokens to sum over to SMEM, over the last span's matrix."""
-        hp.copy_gmem_to_smem(refs.spans.at[span], refs.square, refs.span_full)
-
-    def sums(keys, count):
+    def sums(self, keys: Any, count: int) -> jax.Array:
         """Return the sums of log decays over spans of tokens, float32 [tokens, count], for a slice of `count` keys."""
-        pairs = [(refs.square, decay_terms.at[n, :, keys]) for n in range(_TERMS)]
+        pairs = [(self.refs.square, self.decay_terms.at[n, :, keys]) for n in range(_TERMS)]
         return hp.multiply_all((SIZE, count), [pairs])[0]
 
-    def decays_over_span(*, then_fetch):
+    def decays_over_span(self, *, then_fetch: int) -> list[jax.Array]:
         """Wait for the span that is on its way, and return the decays over it, for each tile. Fetch the next span."""
-        hp.barrier_wait(refs.span_full)
-        exponents = sums(hp.ds(0, key_dim), key_dim)
+        hp.barrier_wait(self.refs.span_full)
+        exponents = self.sums(hp.ds(0, self.key_dim), self.key_dim)
         hp.commit_smem()  # no warp still multiplies by the last span
-        fetch_span(then_fetch)
-        return [jnp.exp2(exponents[:, n * KEYS : (n + 1) * KEYS]) for n in tiles]
+        self.fetch_span(then_fetch)
+        return [jnp.exp2(exponents[:, n * KEYS : (n + 1) * KEYS]) for n in self.tiles]
 
-    def products(half, n, backwards, fetch_next):
-        """Return the products of keys, and of queries, with earlier keys, over tile n of the keys, decayed over a span.
 
-        Earlier keys are decayed like the later ones, or backwards. `fetch_next` fetches the next level's span.
-        """
-        exponent = sums(keys_of(n), KEYS)
-        hp.commit_smem()  # no warp still multiplies by the last span or operands
-        fetch_next()
-        k, decay = wide("k", n), jnp.exp2(exponent)
-        later = [(decay * x).astype(jnp.bfloat16) for x in (k, wide("q", n))]
-        operands[half, n] = (jnp.exp2(-exponent) * k).astype(jnp.bfloat16) if backwards else later[0]
-        hp.commit_smem()
-        return hp.multiply_all(_SHAPE, [[(lambda x=x: x, operands.at[half, n].T)] for x in later])
+class _Head:
+    """The work of a CTA for one of its value heads, the first or the second half of the pair."""
 
-    def of_head(half, _):
-        head, is_stored = head_of(half)
+    def __init__(self, cta: _Cta, half: Any) -> None:
+        self.cta, self.refs, self.half, self.operands = cta, cta.refs, half, cta.operands
+        self.head, self.is_stored = cta.head_of(half)
+
+    def run(self) -> None:
+        """Store the head's decayed keys and queries, and its decayed Gram matrices."""
+        cta, refs = self.cta, self.refs
         hp.barrier_wait(refs.full)
 
-        @hp.when(end - start < SIZE)
+        @hp.when(cta.end - cta.start < SIZE)
         def _():
-            for ref in (token_tiles["k"], token_tiles["q"], decay_tiles):
-                hp.loop(0, ref.shape[0])(lambda n, ref=ref: keep_rows(ref.at[n], end - start))
+            for ref in (cta.token_tiles["k"], cta.token_tiles["q"], cta.decay_tiles):
+                hp.loop(0, ref.shape[0])(lambda n, ref=ref: keep_rows(ref.at[n], cta.end - cta.start))
 
             hp.commit_smem()
 
         # Norms come first, with the products of each token's query and its own key, and then the decay over the chunk.
+        norms, qk = self.find_norms()
+        refs.norms[...] = norms["k"]
+        log_decays = [hp.load_tile(cta.decay_tiles.at[n]) for n in cta.tiles_of_decays]
+        log_decays = LOG2_E * jnp.concatenate(log_decays, axis=1)
+        refs.total[self.half] = jnp.exp2(jnp.sum(log_decays, axis=0))
+        cta.cut_log_decays(log_decays)
+        self.store_decayed(norms)
+        self.store_products(norms, qk, *self.decayed_products())
+        hp.when(self.half == 0)(lambda: cta.fetch_span(_BEFORE))
+
+    def find_norms(self) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return the factors that normalise keys and queries, by name, and the product of each query with its own key."""
+        cta, options = self.cta, self.cta.options
+
         def of_tile(n, sums):
-            k, q = wide("k", n), wide("q", n)
+            k, q = cta.wide("k", n), cta.wide("q", n)
             return [x + jnp.sum(y, axis=1) for x, y in zip(sums, (k * k, q * q, q * k), strict=True)]
 
-        kk, qq, qk = jax.lax.fori_loop(0, len(tiles), of_tile, [hp.zeros_per_row(SIZE, jnp.float32)] * 3)
+        kk, qq, qk = jax.lax.fori_loop(0, len(cta.tiles), of_tile, [hp.zeros_per_row(SIZE, jnp.float32)] * 3)
         if options.use_qk_l2norm:
             norms = dict(k=jax.lax.rsqrt(kk + L2_EPSILON), q=jax.lax.rsqrt(qq + L2_EPSILON))
         else:
             norms = dict.fromkeys("kq", hp.zeros_per_row(SIZE, jnp.float32) + 1.0)
         norms["q"] = options.scale * norms["q"]
-        refs.norms[...] = norms["k"]
-        log_decays = LOG2_E * jnp.concatenate([hp.load_tile(decay_tiles.at[n]) for n in tiles_of_decays], axis=1)
-        refs.total[half] = jnp.exp2(jnp.sum(log_decays, axis=0))
-        cut_log_decays(log_decays)
+        return norms, qk
 
-        # The next kernel reads keys and queries that are decayed from the chunk's start, and keys decayed to its end.
+    def store_decayed(self, norms: dict[str, jax.Array]) -> None:
+        """Store keys and queries decayed from the chunk's start, and keys decayed to its end, for the next kernel."""
+        cta = self.cta
+
         def put(name, of, decay, n, operand):
             """Send a tile of decayed keys or queries, normalised, to the array that the next kernel reads."""
+            tile = self.operands.at[self.half, operand]
             hp.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last one has left its SMEM
-            operands[half, operand] = (decay * (wide(of, n) * hp.along_rows(norms[of], KEYS))).astype(jnp.bfloat16)
+            tile[...] = (decay * (cta.wide(of, n) * hp.along_rows(norms[of], KEYS))).astype(jnp.bfloat16)
             hp.commit_smem()
+            target = getattr(self.refs, name).at[0, self.head, cta.chunk, :, _keys(n)]
+            hp.when(self.is_stored)(lambda: hp.copy_smem_to_gmem(tile, target))
 
-            @hp.when(is_stored)
-            def _():
-                hp.copy_smem_to_gmem(operands.at[half, operand], getattr(refs, name).at[0, head, chunk, :, keys_of(n)])
-
-        for n, decay in enumerate(decays_over_span(then_fetch=_AFTER)):
+        for n, decay in enumerate(cta.decays_over_span(then_fetch=_AFTER)):
             put("k_before", "k", decay, n, 0)
             put("q_before", "q", decay, n, 1)
-        for n, decay in enumerate(decays_over_span(then_fetch=0)):
+        for n, decay in enumerate(cta.decays_over_span(then_fetch=0)):
             put("k_after", "k", decay, n, n)
         hp.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def of_level(level, found, is_last=False):
-            """Multiply the tokens of one level, and return `found` with their products."""
-
-            def of_tile(n, total):
-                # One tile at a time: the exponents of all of them would not fit into the registers.
-                hp.when(n == 0)(lambda: hp.barrier_wait(refs.span_full))
-                fetch_next = lambda: hp.when((n == len(tiles) - 1) & (not is_last))(lambda: fetch_span(level + 1))
-                return [x + y for x, y in zip(total, products(half, n, is_last, fetch_next), strict=True)]
-
-            both = jax.lax.fori_loop(0, len(tiles), of_tile, [nothing, nothing])
-            low, high = (jax.lax.shift_right_logical(jnp.int32(n * BLOCK), jnp.int32(level)) & -BLOCK for n in (2, 4))
-            is_here = (apart >= low) & (apart < high)
-            return [jnp.where(is_here, new, old) for new, old in zip(both, found, strict=True)]
-
+    def decayed_products(self) -> list[jax.Array]:
+        """Return the decayed products of keys, and of queries, with earlier keys, without their norms."""
+        cta = self.cta
         # Blocks, the last level, are decayed from their middles, forwards and backwards, where exponents are bounded.
-        terms = [hp.load_tile(decay_terms.at[n]).astype(jnp.float32) for n in range(_TERMS)]
-        cut_log_decays(jnp.maximum(sum(terms[1:], terms[0]), -MAX_EXPONENT / (BLOCK // 2)))
-        found = jax.lax.fori_loop(0, _LEVELS, of_level, [nothing, nothing])
-        keys, queries = of_level(_LEVELS, found, is_last=True)
+        terms = [hp.load_tile(cta.decay_terms.at[n]).astype(jnp.float32) for n in range(_TERMS)]
+        cta.cut_log_decays(jnp.maximum(sum(terms[1:], terms[0]), -MAX_EXPONENT / (BLOCK // 2)))
+        found = jax.lax.fori_loop(0, _LEVELS, self.add_level, [cta.nothing, cta.nothing])
+        return self.add_level(_LEVELS, found, is_last=True)
+
+    def add_level(self, level: Any, found: list[jax.Array], is_last: bool = False) -> list[jax.Array]:
+        """Multiply the tokens of one level, and return `found` with their products."""
+        cta, tiles = self.cta, len(self.cta.tiles)
+
+        def of_tile(n, total):
+            # One tile at a time: the exponents of all of them would not fit into the registers.
+            hp.when(n == 0)(lambda: hp.barrier_wait(self.refs.span_full))
+            fetch_next = lambda: hp.when((n == tiles - 1) & (not is_last))(lambda: cta.fetch_span(level + 1))
+            return [x + y for x, y in zip(total, self.products(n, is_last, fetch_next), strict=True)]
+
+        both = jax.lax.fori_loop(0, tiles, of_tile, [cta.nothing, cta.nothing])
+        low, high = (jax.lax.shift_right_logical(jnp.int32(n * BLOCK), jnp.int32(level)) & -BLOCK for n in (2, 4))
+        is_here = (cta.apart >= low) & (cta.apart < high)
+        return [jnp.where(is_here, new, old) for new, old in zip(both, found, strict=True)]
+
+    def products(self, n: Any, backwards: bool, fetch_next: Callable[[], None]) -> list[jax.Array]:
+        """Return the products of keys, and of queries, with earlier keys, over tile n of the keys, decayed over a span.
+
+        Earlier keys are decayed like the later ones, or backwards. `fetch_next` fetches the next level's span.
+        """
+        cta = self.cta
+        exponent = cta.sums(_keys(n), KEYS)
+        hp.commit_smem()  # no warp still multiplies by the last span or operands
+        fetch_next()
+        k, decay = cta.wide("k", n), jnp.exp2(exponent)
+        later = [(decay * x).astype(jnp.bfloat16) for x in (k, cta.wide("q", n))]
+        operand = self.operands.at[self.half, n]
+        operand[...] = (jnp.exp2(-exponent) * k).astype(jnp.bfloat16) if backwards else later[0]
+        hp.commit_smem()
+        return hp.multiply_all(_SHAPE, [[(lambda x=x: x, operand.T)] for x in later])
+
+    def store_products(self, norms: dict[str, jax.Array], qk: jax.Array, keys: jax.Array, queries: jax.Array) -> None:
+        """Store the products with their norms: those of queries for the next kernel, and those of keys as the system."""
+        cta, refs, half = self.cta, self.refs, self.half
         hp.commit_smem()
         # The compiler would keep the columns' indices in registers for the whole kernel, so SMEM has them.
-        later = row - hp.along_columns(hp.load_per_column(refs.token), SIZE)
-        queries = jnp.where(later > 0, queries, jnp.where(later == 0, hp.along_rows(qk, SIZE), nothing))
+        later = cta.row - hp.along_columns(hp.load_per_column(refs.token), SIZE)
+        queries = jnp.where(later > 0, queries, jnp.where(later == 0, hp.along_rows(qk, SIZE), cta.nothing))
         of_columns = hp.along_columns(hp.load_per_column(refs.norms), SIZE)
         beta = hp.load_per_row(refs.betas.at[half])
         refs.square[...] = (queries * (hp.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
-        system[half] = -(keys * (hp.along_rows(beta * norms["k"], SIZE) * of_columns))
+        cta.system[half] = -(keys * (hp.along_rows(beta * norms["k"], SIZE) * of_columns))
         hp.commit_smem()
-        hp.when(half == 0)(lambda: fetch(1))
+        hp.when(half == 0)(lambda: cta.fetch(1))
 
-        @hp.when(is_stored)
+        @hp.when(self.is_stored)
         def _():
-            hp.copy_smem_to_gmem(refs.square, refs.attention.at[0, head, chunk])
-            hp.copy_smem_to_gmem(refs.total.at[half], refs.decay.at[head, chunk])
+            hp.copy_smem_to_gmem(refs.square, refs.attention.at[0, self.head, cta.chunk])
+            hp.copy_smem_to_gmem(refs.total.at[half], refs.decay.at[self.head, cta.chunk])
 
         hp.wait_smem_to_gmem(0, wait_read_only=True)
-        hp.when(half == 0)(lambda: fetch_span(_BEFORE))
 
-    @hp.when(end > start)
-    def _():
-        fetch(0)
-        fetch_span(_BEFORE)
-        refs.token[...] = jnp.max(row, axis=1)
-        jax.lax.fori_loop(0, 2, of_head, None)
-        hp.commit_smem()
-        solve_tril(system, refs.betas, solution)
-        hp.commit_smem()
-        for half in (0, 1):
-            head, is_own = head_of(half)
 
-            @hp.when(is_own)
-            def _(half=half, head=head):
-                for n in range(refs.solve.shape[0]):
-                    hp.copy_smem_to_gmem(solution.at[half, n], refs.solve.at[n, head, chunk])
+def _keys(n: Any) -> Any:
+    """Return the slice of the n-th tile of keys."""
+    return hp.ds(n * KEYS, KEYS)
 
-        hp.wait_smem_to_gmem(0, wait_read_only=True)
+
+def kernel(refs: Any, *, options: Options) -> None:
+    """Handle one chunk, if it has tokens, and two value heads."""
+    cta = _Cta(refs, options)
+    hp.when(cta.end > cta.start)(cta.run)
 
 
 def of_chunks(beta: jax.Array, chunks: Chunks) -> jax.Array:
@@ -216,16 +263,9 @@ def of_chunks(beta: jax.Array, chunks: Chunks) -> jax.Array:
     return jnp.where(exists, beta[jnp.minimum(token, beta.shape[0] - 1)], 0.0).transpose(2, 0, 1)
 
 
-def products_per_channel(
-    q: jax.Array,
-    k: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    chunks: Chunks,
-    *,
-    options: Options,
-) -> dict[str, jax.Array]:
+def products_per_channel(tokens: Tokens, chunks: Chunks, *, options: Options) -> dict[str, jax.Array]:
     """Launch the kernel. Return inputs of chunk_states.py: solve, attention, q_before, k_before, k_after and decay."""
+    q, k, _, g, beta = tokens
     (_, _, key_dim), heads, num_chunks = k.shape, g.shape[1], chunks.seq_idx.shape[0]
     given = dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, q=q, k=k, g=g, beta=of_chunks(beta, chunks))
     given |= dict(spans=decay_spans(SIZE, BLOCK))

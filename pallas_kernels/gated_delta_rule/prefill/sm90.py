@@ -49,7 +49,7 @@ def gated_delta_rule_prefill(
     inputs: dict[str, Any] = dict(q=q, k=k, v=v) | prefill_inputs(rows)
     if not per_channel:
         return prefill(inputs | dict(g=g, beta=beta), pool, options=options, terms=config.pieces)
-    inputs |= products_per_channel(q, k, g, beta, rows.chunks, options=options)
+    inputs |= products_per_channel(tokens, rows.chunks, options=options)
     return _states(inputs, pool, options.layout)
 
 
