@@ -15,6 +15,7 @@ from mamba_align_jax import (
     ConvState,
     DeltaRuleRing,
     GroupSpec,
+    Mamba2Ring,
     RecurrentState,
     StatePool,
     StepBatch,
@@ -45,8 +46,7 @@ def make_spec(**changes):
 
 SPEC = make_spec()
 # The same for Mamba-2: two heads that share one B.
-MAMBA2 = Mamba2Mixer(1, HEADS, DIM, DIM, KEY_HEADS, WIDTH, "float32", nnx.Rngs(0), norm=False)
-MAMBA2_GROUP = GroupSpec("mamba2", LAYERS, MAMBA2.states("float32", "float32"), MAMBA2.ring("float32"))
+MAMBA2_GROUP = GroupSpec("mamba2", LAYERS, STATES, Mamba2Ring(HEADS, DIM, KEY_HEADS, DIM, "float32"))
 SPECS = SPEC, make_spec(groups=(MAMBA2_GROUP,))
 NUMBERS = np.random.default_rng(0)
 TAPS = NUMBERS.normal(size=(WIDTH, CHANNELS)).astype(np.float32)
@@ -73,7 +73,13 @@ class NoProjections:
         return x
 
 
-MAMBA2.in_proj = MAMBA2.out_proj = NoProjections()
+@functools.cache
+def mamba2():
+    """The layer of Mamba-2. Making it compiles programs, so it is made when a server needs it, and not at import."""
+    mixer = Mamba2Mixer(1, HEADS, DIM, DIM, KEY_HEADS, WIDTH, "float32", nnx.Rngs(0), norm=False)
+    assert (mixer.states("float32", "float32"), mixer.ring("float32")) == (MAMBA2_GROUP.states, MAMBA2_GROUP.ring)
+    mixer.in_proj = mixer.out_proj = NoProjections()
+    return mixer
 
 
 def run_layers(align, rows, chunks, x, pool):
@@ -83,7 +89,7 @@ def run_layers(align, rows, chunks, x, pool):
     for layer in range(LAYERS):
         at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
         if align.groups == (MAMBA2_GROUP,):
-            out, *arrays = MAMBA2(x, at, *arrays)
+            out, *arrays = mamba2()(x, at, *arrays)
             continue
         weights, layout = map(jnp.asarray, (TAPS, A_LOG, BIAS)), align.groups[0].states[0].layout
         out, *arrays = convolved_delta_rule(qkv, a, b, *weights, at, *arrays, window_layout=layout)
@@ -110,6 +116,8 @@ class Server:
 
     def __init__(self, seed=0, align=SPEC):
         self.rng, self.align = np.random.default_rng(seed), align
+        if align.groups == (MAMBA2_GROUP,):
+            mamba2()  # before a step is traced
         self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(align, 64))
         self.state, columns = AlignState.create(align), align.num_columns
         self.blocks = 1 + np.arange(SLOTS * columns, dtype=np.int32).reshape(SLOTS, columns)
