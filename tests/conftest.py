@@ -137,7 +137,8 @@ def pytest_make_collect_report(collector):
 def pytest_collection_modifyitems(config, items):
     """Makes a warning an error while a test runs, leaves out what can't run here, and orders the files.
 
-    GPU tests are left out where JAX sees no GPU, and deep tests from a quick run. pytest counts them as deselected.
+    GPU tests are left out where JAX sees no GPU, deep tests from a quick run, and tests that their marker `skipif` would
+    skip. pytest counts them as deselected.
 
     The setting `filterwarnings = error` would also hold while pytest starts and ends. A warning of any plugin that is
     installed would then end the run.
@@ -156,6 +157,7 @@ def pytest_collection_modifyitems(config, items):
 
     def runs(item):
         can_run = not item.get_closest_marker("gpu") or (on_gpu and gpu.cases.is_compiled(item))
+        can_run = can_run and not any(marker.args[0] for marker in item.iter_markers("skipif"))
         return can_run and (is_full or not item.get_closest_marker("deep"))
 
     left_out = [item for item in items if not runs(item)]
