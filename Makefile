@@ -15,7 +15,9 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/python -m mamba_align_jax demo $(DEMO_ARGS)
 
-# A worker runs whole files, which share programs, and the slowest files come first (tests/conftest.py).
+# A worker runs whole files, which share programs, and the slowest files come first (tests/conftest.py). Each process would
+# compile all modules of Python anew where the environment forbids it to keep them.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/ready
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TEST_ARGS)
 

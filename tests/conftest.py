@@ -1,5 +1,6 @@
 """What every test run needs before JAX starts: environment, compilation cache, depth, and warnings that are errors."""
 
+import gc
 import importlib.util
 import math
 import os
@@ -172,6 +173,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         # pytest applies the first marker first, and a later filter wins: a test's own filters come after this one.
         item.add_marker(strict, append=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """Spares the garbage collector the modules and tests, which stay: it would look at them again every few seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -352,7 +352,10 @@ def leave_out(items, rules):
         kept = sorted(
             cases, key=lambda item: tuple(item.callspec.indices.values()) if hasattr(item, "callspec") else ()
         )
-        fits = lambda pattern, test=test: fnmatch.fnmatchcase(test, pattern)
+        # Most patterns begin with another file, which is seen at less cost.
+        fits = lambda pattern, test=test: (
+            test.startswith(pattern.partition("*")[0]) and fnmatch.fnmatchcase(test, pattern)
+        )
         for pattern, keep, *others in rules:
             if kept and fits(pattern) and not any(map(fits, others)):
                 kept = keep(kept) if keep is nothing or hasattr(kept[0], "callspec") else kept
