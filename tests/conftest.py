@@ -255,17 +255,27 @@ def every_program(monkeypatch):
 
 
 def give_programs(patch, buckets):
-    """Sets the sizes of an engine's programs to `buckets(module, requests, prefill rows, prefill tokens)`.
-
-    On a CPU a quick run traces what the CPU runs alone: tracing the kernels for GPUs too takes twice as long.
-    """
-    if jax.default_backend() == "cpu" and not depth.is_full():
-        patch.setattr(jax.lax, "platform_dependent", lambda *operands, default, **others: default(*operands))
+    """Sets the sizes of an engine's programs to `buckets(module, requests, prefill rows, prefill tokens)`."""
+    trace_for_a_cpu_alone(patch)
     from mamba_align_jax.engine.device import runner
     from mamba_align_jax.engine.scheduling import buckets as module
 
     make = lambda self: buckets(module, self.align.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
     patch.setattr(runner.StepRunner, "buckets", property(make))
+
+
+@pytest.fixture(scope="module")
+def for_a_cpu_alone():
+    """Traces for a CPU alone where a quick run has no GPU, for modules that run models and layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        trace_for_a_cpu_alone(patch)
+        yield
+
+
+def trace_for_a_cpu_alone(patch):
+    """Lets a quick run on a CPU trace what the CPU runs: tracing the kernels for GPUs too takes twice as long."""
+    if jax.default_backend() == "cpu" and not depth.is_full():
+        patch.setattr(jax.lax, "platform_dependent", lambda *operands, default, **others: default(*operands))
 
 
 @pytest.fixture

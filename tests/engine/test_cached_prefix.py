@@ -5,6 +5,8 @@ from fakes.speller import VOCAB, Speller
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_program")
+
 SIZES = dict(block_size=8, kv_page_size=4, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
 SIZES |= dict(num_state_blocks=12, num_kv_pages=20, checked=True)
 PROMPT = [3 + number % 5 for number in range(30)]

@@ -11,6 +11,8 @@ import pytest
 
 from mamba_align_jax.engine.sampling.draw import count_sampled, sample
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 VOCAB, K, ROWS = 5, 2, 12_000
 OPTIONS = {
     "plain": dict(temperature=1.0),

@@ -10,6 +10,8 @@ from fakes.speller import VOCAB, Speller, next_token
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("fewest_programs")
+
 BLOCK = 8
 SIZES = dict(block_size=BLOCK, kv_page_size=4, max_num_seqs=4, max_num_batched_tokens=20, max_model_len=64)
 # Four long requests at once need more blocks and pages.

@@ -15,6 +15,8 @@ from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.rotation import make_rotation
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 HIDDEN, HEADS, KV_HEADS, DIM, EPSILON, THETA = 24, 4, 2, 12, 1e-3, 50.0
 LAYERS, LAYER = 2, 1
 OPTIONS = {

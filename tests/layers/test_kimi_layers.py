@@ -12,6 +12,8 @@ from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.residual import total
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 HIDDEN, LAYERS, LAYER = 24, 2, 1
 ATOL = 2e-5
 HEADS, DIM, WIDTH = 3, 8, 4

@@ -14,6 +14,8 @@ from mamba_align_jax.layers.layouts import set_pool_layouts, with_pool_layouts
 from mamba_align_jax.models import ARCHITECTURES, load_model
 from pallas_kernels import StateLayout, WindowLayout
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 SIZES = dict(block_size=16, kv_page_size=8, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
 SIZES |= dict(num_state_blocks=12, num_kv_pages=24, checked=True)
 

@@ -18,6 +18,8 @@ from mamba_align_jax.models import ARCHITECTURES
 from mamba_align_jax.models.mamba import Backbone
 from mamba_align_jax.models.tensor_parallel import shard_model
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 MODULES = [
     importlib.import_module(found.name) for found in pkgutil.iter_modules(layers.__path__, f"{layers.__name__}.")
 ]

@@ -19,6 +19,8 @@ from safetensors.numpy import load_file, save_file
 from mamba_align_jax.models import load_model, olmo_hybrid, qwen3_next
 from mamba_align_jax.models.tensor_files import StoredTensor
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 REFERENCES = {"olmo_hybrid": oracles.olmo, "qwen3_5_text": oracles.qwen, "qwen3_next": oracles.qwen}
 # One of them runs under policy "pre_copy"; the models with references run under "copy_free".
 OTHERS = {

@@ -11,6 +11,8 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cli.commands import main
 from mamba_align_jax.models import load_model
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 GENERATION = "generation_config.json"
 
 

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file
 
 from mamba_align_jax.models import bailing_hybrid, kimi_linear, load_model
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 CHECKPOINT = DATA / "kimi_linear"
 
 

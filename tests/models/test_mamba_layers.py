@@ -19,6 +19,8 @@ from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from pallas_kernels import chunk_rows
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 HIDDEN, ROWS, WINDOW, BLOCKS, DECODE_TOKENS, PREFILL_TOKENS = 24, 3, 3, 12, 8, 90
 
 

@@ -22,6 +22,8 @@ from mamba_align_jax.kv import KVPages
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import CausalLM
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 
 class Case(NamedTuple):
     """A model, two token sequences, and the right logits of each."""

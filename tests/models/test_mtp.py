@@ -22,6 +22,8 @@ from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.models import load_model
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 PAGE, SLOTS, TOKENS, DEPTH = 8, 4, 72, 3
 TABLE = TOKENS // PAGE
 # All tests run one program, which has two rows of each kind.

@@ -17,6 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.models import load_model
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 24]}
 PUBLISHED = BLOCKS | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 

@@ -11,6 +11,8 @@ from oracles import models as oracles
 
 from mamba_align_jax.models import load_model
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 MODELS = (
     *("bamba", "falcon_h1", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid"),
     *("qwen3_5_text", "qwen3_next", "zamba2"),

@@ -9,6 +9,8 @@ from flax import nnx
 
 from mamba_align_jax.models import load_model, outline_model
 
+pytestmark = pytest.mark.usefixtures("for_a_cpu_alone")
+
 
 def parameters(model):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
