@@ -135,11 +135,11 @@ def abort_retracted(engine, drafter):
 
 
 def wait_until_forgotten(drafter):
-    """Returns how many requests the drafter remembers, once it remembers none or after ten seconds.
+    """Returns how many requests the drafter remembers, once it remembers none or after five minutes.
 
     sglang-jax answers before it has processed the rest of the step.
     """
-    end = time.monotonic() + 10
+    end = time.monotonic() + 300
     while drafter.remembered and time.monotonic() < end:
         time.sleep(0.01)
     return len(drafter.remembered)

@@ -58,10 +58,11 @@ class Places:
     at = property(lambda self: self)
 
     def __init__(self):
-        self.found = collections.defaultdict(Place)
+        self.found = {}
 
     def __getitem__(self, index):
-        return self.found[tuple(map(int, index))]
+        # A `defaultdict` would make two places where another thread runs between its look and its entry.
+        return self.found.setdefault(tuple(map(int, index)), Place())
 
 
 class Barrier:

@@ -422,6 +422,8 @@ def test_what_a_dead_engine_had_sent_is_not_taken_for_a_new_ones(tmp_path, publi
     first.publish((PageStored(12, 11, (2,)),))
     assert reader._socket.poll(1000 * PATIENCE)
     first.close()
+    # A reader that reads before it can know of the engine's death is right to take the batch.
+    assert reader._disconnections.poll(1000 * PATIENCE)
     second = publishers(endpoint=where[0], replay=where[1])
     second.publish((CacheCleared(), PageStored(33, None, (9,))))
     while mirror.pages != {33} and time.monotonic() < end:
