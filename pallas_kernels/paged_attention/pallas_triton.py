@@ -1,7 +1,7 @@
 """paged_attention as Pallas kernels: one attends tiles of queries to shards of their rows' keys, one merges the shards."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import device
 from pallas_kernels._dot import dot
+from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.dispatch import Run
 from pallas_kernels.paged_attention._arguments import Attention
 from pallas_kernels.paged_attention._dims import dims_of, gated, mask_of
@@ -88,152 +89,191 @@ def _load(at, mask):
     return pt.load(at) if mask is None else pt.load(at, mask=mask, other=0.0)
 
 
-def _attend_kernel(
-    refs,
-    *,
-    tile: _Tile,
-    block: int,
-    shards: Shards,
-    joins: tuple[int, ...],
-    least: int,
-    programs: int,
-    scale: float,
-    value_dim: int,
-    is_prompt: bool,
-    interpret: bool,
-):
-    key_dim, dtype, is_latent = refs.q.shape[2], refs.q.dtype, refs.values is None
-    page_size = refs.keys.shape[2]
-    head_tile, tile_index, program = pt.program_id(0), pt.program_id(1), pt.program_id(2)
-    # The last tiles of a prompt see the most keys. They go first.
-    tile_index = pt.num_programs(1) - 1 - tile_index if is_prompt else tile_index
-    table, start, length, first = (ref[tile_index] for ref in (refs.table, refs.start, refs.length, refs.position))
-    layer = refs.layer[...]
-    end = first + length
-    # Shards are attended one by one, or in units, which are joined and stored as their first shard.
-    unit = refs.unit[...] if joins else 1
-    num_units = ceil(shards.used(end), unit) if joins else shards.used(end)
+class _Sizes(NamedTuple):
+    """How a launch cuts queries and keys.
 
-    kv_head = jax.lax.div(head_tile, jnp.int32(tile.per_group))
-    query, _ = pt.lanes(0, tile.queries, tile.queries)
-    token = jax.lax.div(query, jnp.int32(tile.heads))
-    of_group = jax.lax.rem(head_tile, jnp.int32(tile.per_group)) * tile.heads + query - token * tile.heads
-    inside = (token < length) & (of_group < tile.group)
-    packed, head, position_of = start + token, kv_head * tile.group + of_group, first + token
+    Attributes:
+        tile: The tile of queries of a program.
+        block: The number of keys of a block.
+        shards: The shards of a row's keys.
+        joins: The sizes of groups in which the shards of a unit are joined. Without any, a unit is one shard.
+        least: The smallest number of shards that a unit may have.
+        programs: The number of programs of a tile of queries.
+    """
 
-    value_dims = list(dims_of(0, value_dim))
-    key_dims = [*value_dims, *dims_of(value_dim, key_dim)] if is_latent else list(dims_of(0, key_dim))
-    lane, _ = pt.lanes(0, block, block)
-    one_page = page_size % block == 0  # a block's keys lie in one page
+    tile: _Tile
+    block: int
+    shards: Shards
+    joins: tuple[int, ...]
+    least: int
+    programs: int
 
-    def page_of(begin):
-        """Return the page of the block at position `begin`, or of each of its keys. It reads the row's own pages only."""
-        position = jnp.minimum(begin if one_page else begin + lane, end - 1)
-        at = refs.page_table.at[table, jax.lax.div(position, jnp.int32(page_size))]
-        return pt.load(at)
 
-    def attend(queries, shard):
-        count_of = lambda shard: shards.blocks_below(shard, ceil(end, block), block)
-        count = count_of(shard)
-        if joins:
-            count = jax.lax.fori_loop(jnp.int32(1), unit, lambda n, so_far: so_far + count_of(shard + n), count)
+class _Program:
+    """The work of a program: it attends a tile of queries to every `programs`-th unit of their row's shards."""
 
-        def with_next_shard(own, sums, level=0):
-            """Add the last shard to its group. When a group is complete, it is added to the group of the next larger size.
+    def __init__(
+        self, refs: Refs, sizes: _Sizes, scale: float, value_dim: int, *, is_prompt: bool, interpret: bool
+    ) -> None:
+        self.refs, self.sizes, self.is_prompt, self.interpret = refs, sizes, is_prompt, interpret
+        self.factor, self.value_dim, self.is_latent = scale * pt.LOG2_E, value_dim, refs.values is None
+        self.page_size, self.dtype = refs.keys.shape[2], refs.q.dtype
+        tile, head_tile, tile_index, self.index = sizes.tile, *(pt.program_id(axis) for axis in range(3))
+        # The last tiles of a prompt see the most keys. They go first.
+        tile_index = pt.num_programs(1) - 1 - tile_index if is_prompt else tile_index
+        of_tile = refs.table, refs.start, refs.length, refs.position
+        self.table, start, self.length, self.first = (ref[tile_index] for ref in of_tile)
+        self.layer, self.end = refs.layer[...], self.first + self.length
+        # Shards are attended one by one, or in units, which are joined and stored as their first shard.
+        self.unit = refs.unit[...] if sizes.joins else 1
+        used = sizes.shards.used(self.end)
+        self.num_units = ceil(used, self.unit) if sizes.joins else used
 
-            The loop calls it before shard `own` begins. `sums` has the `Sums` of the last shard, and then of one group of
-            each size, from the smallest on.
-            """
-            last, group, *larger = sums
-            last, group = nothing, joined(group, last, interpret)
-            if larger:
-                group, *larger = jax.lax.cond(
-                    jax.lax.rem(own, jnp.int32(joins[level])) == 0,
-                    lambda sums: with_next_shard(own, sums, level + 1),
-                    lambda sums: sums,
-                    [group, *larger],
-                )
-            return [last, group, *larger]
+        self.kv_head = jax.lax.div(head_tile, jnp.int32(tile.per_group))
+        query, _ = pt.lanes(0, tile.queries, tile.queries)
+        token = jax.lax.div(query, jnp.int32(tile.heads))
+        of_group = jax.lax.rem(head_tile, jnp.int32(tile.per_group)) * tile.heads + query - token * tile.heads
+        # Each query's packed token, head and position, and whether there is such a query.
+        self.inside = (token < self.length) & (of_group < tile.group)
+        self.packed, self.head = start + token, self.kv_head * tile.group + of_group
+        self.position_of = self.first + token
 
-        def advance(is_masked, n, carry):
-            own, n_own, page, sums = carry
-            begin = shards.begin_of(own, n_own, block)
-            upcoming = own, n_own + 1
-            if joins:
-                sums = jax.lax.cond(n_own == 0, lambda sums: with_next_shard(own, sums), lambda sums: sums, sums)
-                is_last = (n_own + 1 == count_of(own)).astype(jnp.int32)
-                upcoming = own + is_last, (n_own + 1) * (1 - is_last)
-            so_far, *groups = sums
-            position = begin + lane
-            exists = position < end
-            upcoming = *upcoming, page_of(shards.begin_of(*upcoming, block))
-            if one_page:
-                offset = jax.lax.rem(begin, jnp.int32(page_size)) + lane
+        self.value_dims, key_dim = list(dims_of(0, value_dim)), refs.q.shape[2]
+        rest = dims_of(value_dim, key_dim)
+        self.key_dims = [*self.value_dims, *rest] if self.is_latent else list(dims_of(0, key_dim))
+        self.lane, _ = pt.lanes(0, sizes.block, sizes.block)
+        self.one_page = self.page_size % sizes.block == 0  # a block's keys lie in one page
+
+    def run(self) -> None:
+        """Attend the program's units, if the tile has tokens."""
+        sizes = self.sizes
+
+        @pt.when((self.length > 0) & (self.index < self.num_units))
+        def _():
+            at = lambda dims: self.refs.q.at[self.packed[:, None], self.head[:, None], dims.index[None, :]]
+            queries = [_load(at(dims), mask_of(self.inside, dims)) for dims in self.key_dims]
+            if sizes.programs == sizes.shards.count and not sizes.joins:
+                _Unit(self, queries, self.index).attend()
             else:
-                offset, page = jax.lax.rem(jnp.minimum(position, end - 1), jnp.int32(page_size)), page[:, None]
+                own_units = ceil(self.num_units - self.index, sizes.programs)
+                first = lambda n: (self.index + n * sizes.programs) * self.unit
+                each = lambda n, _: _Unit(self, queries, first(n)).attend()
+                jax.lax.fori_loop(jnp.int32(0), own_units, each, None)
 
-            def take(ref, dims, is_masked):
-                at = ref.at[layer, page, offset[:, None], kv_head, dims.index[None, :]]
-                is_masked = is_masked or dims.exists is not None
-                return _load(at, mask_of(exists, dims) if is_masked else None).astype(dtype)
+    def page_of(self, begin: jax.Array) -> jax.Array:
+        """Return the page of the block at position `begin`, or of each of its keys. It reads the row's own pages only."""
+        position = jnp.minimum(begin if self.one_page else begin + self.lane, self.end - 1)
+        return pt.load(self.refs.page_table.at[self.table, jax.lax.div(position, jnp.int32(self.page_size))])
 
-            # Scores of keys that do not exist are replaced below. A probability of 0 does not hide a value that is NaN.
-            keys = [take(refs.keys, d, is_masked and is_latent and i < len(value_dims)) for i, d in enumerate(key_dims)]
-            scores = dot(queries[0], keys[0], contract=(1, 1), interpret=interpret)
-            for q, k in zip(queries[1:], keys[1:], strict=True):
-                scores = scores + dot(q, k, contract=(1, 1), interpret=interpret)
-            if is_masked:
-                seen = exists[None, :] & (position[None, :] <= position_of[:, None])
-                scores = jnp.where(seen, scores, -jnp.inf)
-            top = jnp.maximum(so_far.top, jnp.max(scores, axis=1) * (scale * pt.LOG2_E))
-            probabilities = pt.exp2_of_sum(scores, scale * pt.LOG2_E, -top[:, None], interpret)
-            decay = pt.exp2(so_far.top - top, interpret)
-            values = keys[: len(value_dims)] if is_latent else [take(refs.values, d, is_masked) for d in value_dims]
-            narrow = probabilities.astype(dtype)
-            sums_of_values = [
-                x * decay[:, None] + dot(narrow, v, interpret=interpret)
-                for x, v in zip(so_far.values, values, strict=True)
-            ]
-            total = pt.product(so_far.total, decay, interpret) + jnp.sum(probabilities, axis=1)
-            return *upcoming, [Sums(top, total, sums_of_values), *groups]
 
+class _Unit:
+    """The attention of a program's queries to the unit of shards that begins with `shard`."""
+
+    def __init__(self, program: _Program, queries: list[jax.Array], shard: jax.Array) -> None:
+        self.program, self.queries, self.shard, tile = program, queries, shard, program.sizes.tile
+        self.count = self.count_of(shard)
+        if program.sizes.joins:
+            add = lambda n, so_far: so_far + self.count_of(shard + n)
+            self.count = jax.lax.fori_loop(jnp.int32(1), program.unit, add, self.count)
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
-        sums = [zeros(tile.queries, d.index.shape[0]) for d in value_dims]
-        nothing = Sums(jnp.full((tile.queries,), LOW, jnp.float32), zeros(tile.queries), sums)
-        page = page_of(shards.begin_of(shard, jnp.int32(0), block))
-        carry, plain = (shard, jnp.int32(0), page, [nothing for _ in (1, *joins)]), jnp.int32(0)
-        if is_prompt:
+        sums = [zeros(tile.queries, dims.index.shape[0]) for dims in program.value_dims]
+        self.nothing = Sums(jnp.full((tile.queries,), LOW, jnp.float32), zeros(tile.queries), sums)
+
+    def count_of(self, shard: jax.Array) -> jax.Array:
+        """Return the number of a shard's blocks that the tile's last token sees."""
+        block = self.program.sizes.block
+        return self.program.sizes.shards.blocks_below(shard, ceil(self.program.end, block), block)
+
+    def attend(self) -> None:
+        """Attend the unit's blocks, and store the results."""
+        program, sizes = self.program, self.program.sizes
+        page = program.page_of(sizes.shards.begin_of(self.shard, jnp.int32(0), sizes.block))
+        plain, nothing = jnp.int32(0), [self.nothing for _ in (1, *sizes.joins)]
+        carry = self.shard, plain, page, nothing
+        if program.is_prompt:
             # Every token of the tile sees all keys of the first blocks.
-            plain = jnp.minimum(shards.blocks_below(shard, jax.lax.div(first + 1, jnp.int32(block)), block), count)
-            carry = jax.lax.fori_loop(jnp.int32(0), plain, functools.partial(advance, False), carry)
-        *_, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True), carry)
-        top, total, values = functools.reduce(lambda smaller, larger: joined(larger, smaller, interpret), sums)
+            blocks = jax.lax.div(program.first + 1, jnp.int32(sizes.block))
+            plain = jnp.minimum(sizes.shards.blocks_below(self.shard, blocks, sizes.block), self.count)
+            carry = jax.lax.fori_loop(jnp.int32(0), plain, functools.partial(self.advance, False), carry)
+        *_, sums = jax.lax.fori_loop(plain, self.count, functools.partial(self.advance, True), carry)
+        self.store(functools.reduce(lambda smaller, larger: joined(larger, smaller, program.interpret), sums))
 
-        # A token whose keys are one split gets its result here. The shards of other tokens are merged later.
-        is_whole = position_of < shards.split
-        slot = shard // least
-        for dims, x in zip(value_dims, values, strict=True):
-            at = packed[:, None], head[:, None], dims.index[None, :]
-            mask = mask_of(inside & is_whole & (shard == 0), dims)
-            result = gated(
-                refs.gates, x / jnp.where(total > 0, total, 1.0)[:, None], packed, head, dims, mask, value_dim
-            )
-            pt.store(refs.out.at[at], result.astype(dtype), mask=mask)
-            pt.store(refs.sums.at[(slot, *at)], x, mask=mask_of(inside & ~is_whole, dims))
-        pt.store(refs.tops.at[slot, head, packed], top, mask=inside & ~is_whole)
-        pt.store(refs.totals.at[slot, head, packed], total, mask=inside & ~is_whole)
+    def with_next_shard(self, own: jax.Array, sums: list[Sums], level: int = 0) -> list[Sums]:
+        """Add the last shard to its group. When a group is complete, it is added to the group of the next larger size.
 
-    @pt.when((length > 0) & (program < num_units))
-    def _():
-        queries = [
-            _load(refs.q.at[packed[:, None], head[:, None], d.index[None, :]], mask_of(inside, d)) for d in key_dims
-        ]
-        if programs == shards.count and not joins:
-            attend(queries, program)
+        The loop calls it before shard `own` begins. `sums` has the `Sums` of the last shard, and then of one group of each
+        size, from the smallest on.
+        """
+        last, group, *larger = sums
+        last, group = self.nothing, joined(group, last, self.program.interpret)
+        if larger:
+            is_complete = jax.lax.rem(own, jnp.int32(self.program.sizes.joins[level])) == 0
+            add = lambda sums: self.with_next_shard(own, sums, level + 1)
+            group, *larger = jax.lax.cond(is_complete, add, lambda sums: sums, [group, *larger])
+        return [last, group, *larger]
+
+    def advance(self, is_masked: bool, n: jax.Array, carry: Any) -> Any:
+        """Attend a block. `is_masked` says that not all queries see all of its keys."""
+        program, sizes, interpret = self.program, self.program.sizes, self.program.interpret
+        own, n_own, page, sums = carry
+        begin = sizes.shards.begin_of(own, n_own, sizes.block)
+        upcoming = own, n_own + 1
+        if sizes.joins:
+            sums = jax.lax.cond(n_own == 0, lambda sums: self.with_next_shard(own, sums), lambda sums: sums, sums)
+            is_last = (n_own + 1 == self.count_of(own)).astype(jnp.int32)
+            upcoming = own + is_last, (n_own + 1) * (1 - is_last)
+        so_far, *groups = sums
+        position = begin + program.lane
+        exists = position < program.end
+        upcoming = *upcoming, program.page_of(sizes.shards.begin_of(*upcoming, sizes.block))
+        if program.one_page:
+            offset = jax.lax.rem(begin, jnp.int32(program.page_size)) + program.lane
         else:
-            own_units = ceil(num_units - program, programs)
-            each = lambda n, _: attend(queries, (program + n * programs) * unit)
-            jax.lax.fori_loop(jnp.int32(0), own_units, each, None)
+            position_of_key = jnp.minimum(position, program.end - 1)
+            offset, page = jax.lax.rem(position_of_key, jnp.int32(program.page_size)), page[:, None]
+
+        def take(ref, dims, is_masked):
+            at = ref.at[program.layer, page, offset[:, None], program.kv_head, dims.index[None, :]]
+            is_masked = is_masked or dims.exists is not None
+            return _load(at, mask_of(exists, dims) if is_masked else None).astype(program.dtype)
+
+        # Scores of keys that do not exist are replaced below. A probability of 0 does not hide a value that is NaN.
+        hides = lambda i: is_masked and program.is_latent and i < len(program.value_dims)
+        keys = [take(program.refs.keys, dims, hides(i)) for i, dims in enumerate(program.key_dims)]
+        scores = dot(self.queries[0], keys[0], contract=(1, 1), interpret=interpret)
+        for q, k in zip(self.queries[1:], keys[1:], strict=True):
+            scores = scores + dot(q, k, contract=(1, 1), interpret=interpret)
+        if is_masked:
+            seen = exists[None, :] & (position[None, :] <= program.position_of[:, None])
+            scores = jnp.where(seen, scores, -jnp.inf)
+        top = jnp.maximum(so_far.top, jnp.max(scores, axis=1) * program.factor)
+        probabilities = pt.exp2_of_sum(scores, program.factor, -top[:, None], interpret)
+        decay = pt.exp2(so_far.top - top, interpret)
+        if program.is_latent:
+            values = keys[: len(program.value_dims)]
+        else:
+            values = [take(program.refs.values, dims, is_masked) for dims in program.value_dims]
+        narrow = probabilities.astype(program.dtype)
+        add = lambda x, v: x * decay[:, None] + dot(narrow, v, interpret=interpret)
+        sums_of_values = [add(x, v) for x, v in zip(so_far.values, values, strict=True)]
+        total = pt.product(so_far.total, decay, interpret) + jnp.sum(probabilities, axis=1)
+        return *upcoming, [Sums(top, total, sums_of_values), *groups]
+
+    def store(self, sums: Sums) -> None:
+        """Store the results of tokens whose keys are one split, and the sums of others, which are merged later."""
+        program, refs = self.program, self.program.refs
+        packed, head, inside = program.packed, program.head, program.inside
+        is_whole = program.position_of < program.sizes.shards.split
+        slot = self.shard // program.sizes.least
+        for dims, x in zip(program.value_dims, sums.values, strict=True):
+            at = packed[:, None], head[:, None], dims.index[None, :]
+            mask = mask_of(inside & is_whole & (self.shard == 0), dims)
+            result = x / jnp.where(sums.total > 0, sums.total, 1.0)[:, None]
+            result = gated(refs.gates, result, packed, head, dims, mask, program.value_dim)
+            pt.store(refs.out.at[at], result.astype(program.dtype), mask=mask)
+            pt.store(refs.sums.at[(slot, *at)], x, mask=mask_of(inside & ~is_whole, dims))
+        pt.store(refs.tops.at[slot, head, packed], sums.top, mask=inside & ~is_whole)
+        pt.store(refs.totals.at[slot, head, packed], sums.total, mask=inside & ~is_whole)
 
 
 def paged_attention(inputs: Attention, rows: Rows, *, value_dim: int, scale: float, run: Run) -> jax.Array:
@@ -259,36 +299,17 @@ def paged_attention(inputs: Attention, rows: Rows, *, value_dim: int, scale: flo
     num_stages = used.num_stages if run.config else default_stages(used, num_tiles)
 
     array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    joins = tuple(n for n in used.groups if n <= units[-1])
+    sizes = _Sizes(tile, used.block, shards, joins, least=units[0], programs=programs)
+    how = dict(is_prompt=is_prompt, interpret=interpret)
     attended = pt.call(
-        functools.partial(
-            _attend_kernel,
-            tile=tile,
-            block=used.block,
-            shards=shards,
-            joins=tuple(n for n in used.groups if n <= units[-1]),
-            least=units[0],
-            programs=programs,
-            scale=scale,
-            value_dim=value_dim,
-            is_prompt=is_prompt,
-            interpret=interpret,
-        ),
+        lambda refs: _Program(refs, sizes, scale, value_dim, **how).run(),
         name="paged_attention",
         # The heads of one tile are neighbours, because the keys of all heads are.
         grid=(*grid, programs),
-        inputs=dict(
-            q=q,
-            keys=keys,
-            values=values,
-            layer=rows.layer,
-            page_table=page_table,
-            gates=gates,
-            table=cut.table,
-            start=cut.start,
-            length=cut.length,
-            position=cut.position,
-            unit=unit,
-        ),
+        inputs=dict(q=q, keys=keys, values=values, layer=rows.layer, page_table=page_table, gates=gates)
+        | cut._replace(row_end=None)._asdict()
+        | dict(unit=unit),
         outputs=dict(
             out=array((num_tokens, heads, value_dim), q.dtype),
             sums=array((num_slots, num_tokens, heads, value_dim)),
