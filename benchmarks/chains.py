@@ -20,8 +20,9 @@ from benchmarks.cases import options_parser, run_cases
 from benchmarks.linear import ROTATION_BYTES
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times, span_per_turn
+from benchmarks.workloads import product_chain as cases
 from pallas_kernels import Run, UnsupportedError, product_chain
-from pallas_kernels.product_chain import Experts, Product, cases
+from pallas_kernels.product_chain import Experts, Product
 
 TOKENS = (1, 2, 4, 8, 16)
 LIMIT = 2e-2  # of the relative difference, after four roundings to bfloat16

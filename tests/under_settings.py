@@ -19,7 +19,7 @@ GUARD = "jax_transfer_guard"  # holds from when an engine is warm: JAX itself ca
 def run_ops(implementation):
     """Runs every op once, and returns a tree of results."""
     import pallas_kernels as pk
-    from pallas_kernels.product_chain.cases import Case
+    from benchmarks.workloads.product_chain import Case
 
     rng, HEADS, DIM = np.random.default_rng(0), 2, 16
     CHANNELS = 3 * HEADS * DIM

@@ -15,11 +15,11 @@ from benchmarks import (
 from benchmarks.workloads.least_kept import CASES as DRAWING_CASES
 from benchmarks.workloads.mixture_of_experts import Case as ExpertsCase
 from benchmarks.workloads.paged_attention import Case as AttentionCase
+from benchmarks.workloads.product_chain import Case as ChainCase
+from benchmarks.workloads.product_chain import Mixture
 from benchmarks.workloads.rotary import CASES as ROTARY_CASES
 from pallas_kernels import Run
 from pallas_kernels.product_chain import product_chain
-from pallas_kernels.product_chain.cases import Case as ChainCase
-from pallas_kernels.product_chain.cases import Mixture
 
 # What benchmarks of two candidates compare.
 CANDIDATES = dict(

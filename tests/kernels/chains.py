@@ -9,9 +9,9 @@ from kernels import chain_in_numpy
 from oracles.layers import silu
 from oracles.ops import add_rms_norm, gated_rms_norm, linear
 
+from benchmarks.workloads import product_chain as named
+from benchmarks.workloads.product_chain import EPSILON, OFFSET, SCALE, Case, Mixture
 from pallas_kernels.product_chain import Experts, GatedNorm, Norm
-from pallas_kernels.product_chain import cases as named
-from pallas_kernels.product_chain.cases import EPSILON, OFFSET, SCALE, Case, Mixture
 
 CASES = [case for case in named.CASES if not case.is_convolved]  # the others are in test_convolved_chains.py
 SMALL = [case for case in CASES if case.name in ("small sums", "product after product")]

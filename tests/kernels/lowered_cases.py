@@ -14,6 +14,7 @@ from benchmarks.workloads import least_kept as least_kept_cases
 from benchmarks.workloads import linear as linear_cases
 from benchmarks.workloads import mixture_of_experts as mixture_of_experts_cases
 from benchmarks.workloads import paged_attention as paged_attention_cases
+from benchmarks.workloads import product_chain as product_chain_cases
 from benchmarks.workloads import rms_norm as rms_norm_cases
 from benchmarks.workloads import rotary as rotary_cases
 from benchmarks.workloads import selective_scan as selective_scan_cases
@@ -58,7 +59,6 @@ from pallas_kernels import (
     state_copy,
 )
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
-from pallas_kernels.product_chain import cases as product_chain_cases
 from pallas_kernels.selective_state_update.deferred import selective_state_deferred
 
 SMS = {

@@ -29,6 +29,7 @@ from oracles import ops as oracle
 
 import pallas_kernels as ops
 from benchmarks.workloads import gated_delta_rule_deferred as deferred_cases
+from benchmarks.workloads import product_chain as chain_cases
 from benchmarks.workloads import selective_state_deferred as deferred_mamba2_cases
 from pallas_kernels.all_reduce import config as all_reduce_config
 from pallas_kernels.causal_conv1d import config as conv_config
@@ -40,7 +41,6 @@ from pallas_kernels.mixture_of_experts import config as experts_config
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
 from pallas_kernels.paged_attention import config as attention_config
 from pallas_kernels.product_chain import Norm
-from pallas_kernels.product_chain import cases as chain_cases
 from pallas_kernels.rms_norm import config as rms_norm_config
 from pallas_kernels.rotary import config as rotary_config
 from pallas_kernels.selective_scan import config as scan_config

@@ -23,9 +23,9 @@ from kernels.conv_claims import rows_of
 from kernels.threads_in_numpy import Ref, fake, install
 from oracles.ops import causal_conv1d
 
+from benchmarks.workloads.product_chain import CASES, Case, Taps
 from pallas_kernels import Run, UnsupportedError, causal_conv1d_update, product_chain
 from pallas_kernels.product_chain import Norm, _convolution
-from pallas_kernels.product_chain.cases import CASES, Case, Taps
 
 LAYER, PROGRAMS = 1, 132
 MOSAIC = Run(implementation="mosaic_gpu")

@@ -35,6 +35,7 @@ from benchmarks.workloads import gated_delta_rule as gated_delta_rule_cases
 from benchmarks.workloads import gated_delta_rule_deferred as deferred_cases
 from benchmarks.workloads import linear as linear_cases
 from benchmarks.workloads import paged_attention as paged_attention_cases
+from benchmarks.workloads import product_chain as product_chain_cases
 from benchmarks.workloads import selective_state_deferred as deferred_mamba2_cases
 from benchmarks.workloads import selective_state_update as selective_state_update_cases
 from benchmarks.workloads import ssd as ssd_cases
@@ -46,7 +47,6 @@ from pallas_kernels import (
 )
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.product_chain import api as product_chain_api
-from pallas_kernels.product_chain import cases as product_chain_cases
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from kernels.chains import (
 )
 from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, run_by, skip_if_unavailable
 
+from benchmarks.workloads.product_chain import Case, Mixture
 from pallas_kernels import Run, UnsupportedError, product_chain
 from pallas_kernels.product_chain import GatedNorm, Norm, Product, _schedule, api
-from pallas_kernels.product_chain.cases import Case, Mixture
 
 _LARGE = "to a delta net", "from a delta net", "to attention", "to the last norm"
 LARGE_OF_TOKENS = [case for case in CASES if case.name in _LARGE]

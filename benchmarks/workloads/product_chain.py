@@ -1,4 +1,4 @@
-"""Named cases of product_chain, which its tests share."""
+"""Named workloads of product_chain, shared by tests and benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.product_chain._steps import Convolution, Experts, GateActivation, GatedNorm, Norm, Product, Step
+from pallas_kernels.product_chain import Convolution, Experts, GateActivation, GatedNorm, Norm, Product
 
 EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5  # of all norms
 
@@ -79,7 +79,7 @@ class Case:
         """Whether there is a convolution at the end."""
         return isinstance(self.steps[-1], Taps)
 
-    def arguments(self, make: Callable[..., Any], tokens: int = 1) -> tuple[Any, tuple[Step | Convolution, ...], Any]:
+    def arguments(self, make: Callable[..., Any], tokens: int = 1) -> tuple[Any, tuple[Any, ...], Any]:
         """Return the inputs, the steps and the residual stream.
 
         Args:
