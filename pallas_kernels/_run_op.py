@@ -35,22 +35,28 @@ def run_op(
             of the op's name, and a function `unsupported` of the same arguments, which returns why it cannot run them.
         options: Static arguments of all implementations, by name.
     """
-    return _run_op(op, operands, run, xla, triton, unsupported, sm90, tuple(options.items()))
+    return _program(op)(operands, run, xla, triton, unsupported, sm90, tuple(options.items()))
 
 
-@functools.partial(jax.jit, static_argnums=(0, *range(2, 8)))
-def _run_op(op, operands, run, xla, triton, unsupported, sm90, options):
-    options = dict(options)
-    mosaic_gpu = "the op has no such kernel" if sm90 is None else unavailable(run)
-    if mosaic_gpu is None:
-        module = importlib.import_module(sm90)
-        mosaic_gpu = module.unsupported(*operands, **options) or functools.partial(getattr(module, op), **options)
-    return dispatch(
-        op,
-        run.implementation,
-        operands,
-        xla=functools.partial(xla, **options),
-        triton=functools.partial(triton, **options, run=run),
-        unsupported=unsupported,
-        mosaic_gpu=mosaic_gpu,
-    )
+@functools.cache
+def _program(op: str) -> Callable[..., Any]:
+    """Return an op's jitted function. It has the op's name, which programs and profiles show."""
+
+    def run_implementation(operands, run, xla, triton, unsupported, sm90, options):
+        options = dict(options)
+        mosaic_gpu = "the op has no such kernel" if sm90 is None else unavailable(run)
+        if mosaic_gpu is None:
+            module = importlib.import_module(sm90)
+            mosaic_gpu = module.unsupported(*operands, **options) or functools.partial(getattr(module, op), **options)
+        return dispatch(
+            op,
+            run.implementation,
+            operands,
+            xla=functools.partial(xla, **options),
+            triton=functools.partial(triton, **options, run=run),
+            unsupported=unsupported,
+            mosaic_gpu=mosaic_gpu,
+        )
+
+    run_implementation.__name__ = op
+    return jax.jit(run_implementation, static_argnums=tuple(range(1, 7)))

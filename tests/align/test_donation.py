@@ -268,6 +268,8 @@ def test_layers_share_one_function_of_each_op(kind):
     align = make_spec("copy_free", 2, "float32", num_layers=24)
     decode_rows, num_tokens = (ROWS, 3 * ROWS) if kind == "decode" else (0, 128)
     text = make_step(align, decode_rows, "xla").lower(*arguments(align, num_tokens, "float32")).as_text()
-    functions, calls = (re.findall(rf"{word} @_run_op(?:_\d+)?\(", text) for word in ("func.func private", "call"))
+    form = "update" if kind == "decode" else "prefill"
+    counts = lambda op: [len(re.findall(rf"{word} @{op}(?:_\d+)?\(", text)) for word in ("func.func private", "call")]
     # One for the convolution and one for the recurrence of all layers, and one for the copies of each kind of state.
-    assert (len(functions), len(calls)) == (2 + 2, 2 * 24 + 2)
+    ops = f"causal_conv1d_{form}", f"gated_delta_rule_{form}", "state_copy"
+    assert [counts(op) for op in ops] == [[1, 24], [1, 24], [2, 2]]
