@@ -191,7 +191,8 @@ def finish(
 
     Args:
         sums: The results of `multiply`: of the outputs, or of their gates and of the gated outputs.
-        partials: A buffer in SMEM: see `partial_elements`. It has two stages, so a block needs one barrier.
+        partials: A buffer in SMEM: see `partial_elements`. It has two stages, which are those of every block, so a block needs
+            one barrier: no warp stores partial sums where another may still load those of the block before.
         block: The index of the block, whose lowest bit selects the stage.
         tokens: The number of tokens.
         factors: Factors of each token's sums, float32 [MOST_TOKENS] in SMEM; None for 1.
@@ -203,7 +204,7 @@ def finish(
 
     def body(partials: Any, block: Any, *given: Any) -> None:
         here, rest = thread(), given[terms:]
-        start = (block & 1) * (terms * _WARPS * each)
+        start = (block & 1) * (partials.shape[0] // 2)
         for term, own in enumerate(given[:terms]):
             elements = hp.elements(own)
             offset = hp.add(start, here.warp * each, here.lane * 2, term * _WARPS * each)

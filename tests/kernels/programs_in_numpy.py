@@ -4,7 +4,7 @@ Each program is a Python thread, so programs wait for each other as they do on a
 many compiled the same operation of JAX at once, one might read what another one has half written to JAX's cache. What
 fetches weights runs before what multiplies by them, with a place in shared memory for each group. So this shows that a
 kernel's logic is right: what is fetched, multiplied, sent and received. It does not show that places are used again at the
-right time.
+right time, except those of partial sums: see `Shared`.
 """
 
 import threading
@@ -106,6 +106,38 @@ class Programs(Threads):
         self.changed.notify_all()
 
 
+class Shared(Ref):
+    """Shared memory whose elements may not be stored between a load and the next barrier of the warpgroups.
+
+    Here all threads store before any goes on. On a GPU, a warp may store while another one still loads.
+    """
+
+    def __init__(self, size):
+        super().__init__(np.full(size, np.nan, np.float32))
+        self.is_loaded = np.zeros(size, bool)
+
+
+def _checked(programs, hp):
+    """Returns the vectors' loads and stores and the barrier, which check what `Shared` says."""
+
+    def elements(index, count):
+        return np.broadcast_to(index, THREADS)[programs.mask(), None] + np.arange(count)
+
+    def load(ref, *index, count):
+        if isinstance(ref, Shared):
+            ref.is_loaded[elements(*index, count)] = True
+        return plain_load(ref, *index, count=count)
+
+    def store(x, ref, *index):
+        if isinstance(ref, Shared):
+            assert not ref.is_loaded[elements(*index, x.shape[1])].any(), "another warp may still load these elements"
+        plain_store(x, ref, *index)
+
+    plain_load, plain_store = hp.load_vector, hp.store_vector
+    barrier = lambda count: programs.local.partials.is_loaded.fill(False)
+    return dict(load_vector=load, store_vector=store, barrier_of_warpgroups=barrier)
+
+
 def _fake(programs):
     """Returns what stands for the language, in a launch too."""
 
@@ -122,6 +154,7 @@ def _fake(programs):
         when=lambda condition: lambda body: body() if condition else None,
         copy_gmem_to_smem=copy_in,
         **dict.fromkeys(("barrier_wait", "barrier_arrive", "set_max_registers", "finish_together"), nothing),
+        **_checked(programs, hp),
     )
     return hp
 
@@ -205,13 +238,13 @@ class _Device:
     def run(self, programs, number, number_of_programs):
         """Runs one program."""
         dirty = lambda *shape: Ref(np.full(shape, np.nan, np.float32))
-        own = dict(partials=dirty(32768), staging=dirty(4096), factors=dirty(max(len(self.norms), 1), 16))
+        own = dict(partials=Shared(32768), staging=dirty(4096), factors=dirty(max(len(self.norms), 1), 16))
         largest = TOKENS_ROWS * WIDTH * max(phase.group for phase in self.plan.phases)
         blocks = Ref(np.full((self.plan.slots, largest), np.nan, self.dtype))
         refs = SimpleNamespace(**self.refs, **own, blocks=blocks)
         refs.full = refs.free = Ref(np.zeros(self.plan.slots))
         refs.done = None
-        programs.local.cta = number
+        programs.local.cta, programs.local.partials = number, own["partials"]
         capacity = None if refs.over_devices is None else CAPACITY
         with programs.changed, jax.disable_jit():
             for warpgroup in (_fragments.WARPGROUPS, 0):

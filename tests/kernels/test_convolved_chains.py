@@ -35,6 +35,8 @@ CHAINS = [
     Case("five taps", (512, 256, "norm", 1152, Taps(5)), 256, (1088, 64), dtype="float16"),
     Case("three taps", (("silu", 128), 512, "norm", 40, Taps(3)), 1024, (8, 32)),
 ]
+# Some of 132 CTAs multiply two blocks of the first product, and so use other stages for the gated product than the rest.
+SEVERAL_BLOCKS = Case("several blocks", (1280, "norm", ("gated", 512), 1280, "norm", 56, Taps(4)), 256, (32, 16, 8))
 LARGE = [case for case in CASES if case.is_convolved]
 
 
@@ -118,6 +120,7 @@ def test_one_launch_matches_the_oracle(rng, case, tokens, implementation):
         pytest.param(CHAINS[1], 3, 4, "silu", id="two taps"),
         pytest.param(CHAINS[2], 9, None, None, id="five taps"),
         pytest.param(CHAINS[3], 5, 5, None, id="three taps"),
+        pytest.param(SEVERAL_BLOCKS, 3, None, "silu", id="several blocks"),
     ],
 )
 def test_all_programs_together_match_the_oracle(rng, monkeypatch, case, tokens, window, activation):
