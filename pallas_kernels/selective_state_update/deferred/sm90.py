@@ -7,6 +7,7 @@ Several CTAs share an SM and hide each other's latency.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,122 +36,125 @@ def unsupported(inputs: Inputs, pool: jax.Array, ring: Mamba2Entries, rows: Rows
     return None if length in _LENGTHS else f"groups must have {_LENGTHS} tokens, got {length}"
 
 
-def _kernel(refs, *, max_query_tokens: int, count: int):
-    """Handle one row, one head, and 64 of its channels.
+class _Cta:
+    """The work of a CTA: one row, one head, and 64 of its channels.
 
     A row has at most `max_query_tokens` tokens, and float32 values are multiplied in `count` bfloat16 terms.
     """
-    pool, out, state_tile, fold_tile = refs.pool, refs.out, refs.state_tile, refs.fold_tile
-    C_tile, x_tiles, factor_tile, out_tile = refs.C_tile, refs.x_tiles, refs.factor_tile, refs.out_tile
-    index_of_row, head, channel_tile = (hp.axis_index(axis) for axis in ("row", "head", "channel_tile"))
-    state_dim, length = pool.shape[4], refs.ring_x.shape[3] // 2
-    vectors, group_slots = C_tile.shape[0], fold_tile.shape[0]
-    at = Factors.of(vectors, group_slots)
-    tile = hp.SWIZZLE // pool.dtype.itemsize  # states in a step of a product
-    tiles = [hp.ds(first, tile) for first in range(0, state_dim, tile)]
-    row = DeferredRow(DeferredRow.load(refs, index_of_row), index_of_row, refs.slot.shape[0], length)
-    tokens, layer, position = row.tokens, row.layer, row.position
-    first_group, boundary = row.first_group, row.boundary
-    dims = hp.ds(channel_tile * _CHANNELS, _CHANNELS)
-    group = jax.lax.div(head, jnp.int32(pool.shape[2] // refs.C.shape[1]))
-    index, vector = hp.columns((_CHANNELS, group_slots)), hp.columns((_CHANNELS, vectors))
 
-    def fetch():
+    def __init__(self, refs: Any, max_query_tokens: int, count: int) -> None:
+        self.refs, self.max_query_tokens, self.count = refs, max_query_tokens, count
+        index, self.head, channel_tile = (hp.axis_index(axis) for axis in ("row", "head", "channel_tile"))
+        self.vectors, self.group_slots = refs.C_tile.shape[0], refs.fold_tile.shape[0]
+        self.at = Factors.of(self.vectors, self.group_slots)
+        self.tile = hp.SWIZZLE // refs.pool.dtype.itemsize  # states in a step of a product
+        self.tiles = [hp.ds(first, self.tile) for first in range(0, refs.pool.shape[4], self.tile)]
+        self.row = DeferredRow(DeferredRow.load(refs, index), index, refs.slot.shape[0], refs.ring_x.shape[3] // 2)
+        self.dims = hp.ds(channel_tile * _CHANNELS, _CHANNELS)
+        self.group = jax.lax.div(self.head, jnp.int32(refs.pool.shape[2] // refs.C.shape[1]))
+        self.slot, self.vector = hp.columns((_CHANNELS, self.group_slots)), hp.columns((_CHANNELS, self.vectors))
+
+    def run(self) -> None:
+        """Run the row, and store zeros in outputs of padding tokens."""
+        out, out_tile = self.refs.out, self.refs.out_tile
+        hp.when(self.row.takes_part())(self.run_groups)
+        clear_padding(self.row, out.shape[0], out_tile.at[0], lambda token: out.at[token, self.head, self.dims])
+
+    def run_groups(self) -> None:
+        """Run the tokens in the group of the row's base, fold it if necessary, and run the tokens in the next one."""
+        refs, row = self.refs, self.row
+        self.fetch()
+        folds, fold_B = row.folds(), refs.fold_B.at[row.index, self.group]
+        hp.when(folds)(lambda: hp.copy_gmem_to_smem(fold_B, refs.fold_tile, refs.fold_loaded))
+        hp.barrier_wait(refs.loaded)
+        x = self.inputs(0, row.first_group, row.base)
+        hp.when(row.position < row.boundary)(lambda: self.run_tokens(row.first_group, x))
+
+        @hp.when(folds)
+        def _():
+            hp.barrier_wait(refs.fold_loaded)
+            self.fold(x)
+            target = refs.pool.at[row.layer, row.fold_to, self.head, self.dims]
+            hp.when(row.keeps_fold())(lambda: hp.copy_smem_to_gmem(refs.state_tile, target))
+            run_next = lambda: self.run_tokens(row.boundary, self.inputs(1, row.boundary, row.boundary))
+            hp.when(row.position + row.tokens > row.boundary)(run_next)
+
+        hp.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def fetch(self) -> None:
         """Start the copies to SMEM."""
+        refs, row, state_tile = self.refs, self.row, self.refs.state_tile
 
         @hp.when(row.read != NULL_BLOCK)
         def _():
-            hp.copy_gmem_to_smem(pool.at[layer, row.read, head, dims], state_tile, refs.loaded)
+            hp.copy_gmem_to_smem(refs.pool.at[row.layer, row.read, self.head, self.dims], state_tile, refs.loaded)
 
         @hp.when(row.read == NULL_BLOCK)
         def _():
-            state_tile[...] = hp.zeros((_CHANNELS, state_dim), pool.dtype)
+            state_tile[...] = hp.zeros(state_tile.shape, state_tile.dtype)
             hp.commit_smem()
             hp.barrier_arrive(refs.loaded)
 
-        hp.copy_gmem_to_smem(refs.C.at[row.index, group], C_tile, refs.loaded)
-        hp.copy_gmem_to_smem(refs.attention.at[row.index, head], refs.attention_tile, refs.loaded)
-        hp.copy_gmem_to_smem(refs.factors.at[row.index, head], factor_tile, refs.loaded)
-        for n, first in enumerate((first_group, boundary)):
-            entries = hp.ds(row.ring_slot(first), length)
-            hp.copy_gmem_to_smem(refs.ring_x.at[layer, row.slot, head, entries, dims], x_tiles.at[n], refs.loaded)
+        hp.copy_gmem_to_smem(refs.C.at[row.index, self.group], refs.C_tile, refs.loaded)
+        hp.copy_gmem_to_smem(refs.attention.at[row.index, self.head], refs.attention_tile, refs.loaded)
+        hp.copy_gmem_to_smem(refs.factors.at[row.index, self.head], refs.factor_tile, refs.loaded)
+        for n, first in enumerate((row.first_group, row.boundary)):
+            entries = hp.ds(row.ring_slot(first), row.length)
+            source = refs.ring_x.at[row.layer, row.slot, self.head, entries, self.dims]
+            hp.copy_gmem_to_smem(source, refs.x_tiles.at[n], refs.loaded)
 
-    def state_at(columns):
-        return hp.load_tile(state_tile.at[:, columns])
+    def state_at(self, columns: Any) -> jax.Array:
+        """Load some columns of the state from SMEM."""
+        return hp.load_tile(self.refs.state_tile.at[:, columns])
 
-    def times_C():
+    def times_C(self) -> jax.Array:
         """Multiply the state with the C of the row's tokens. Return [channels, tokens]."""
-        steps = [
-            lambda columns=columns: (terms_of(state_at(columns), count), C_tile.at[:, columns].T) for columns in tiles
-        ]
-        return hp.multiply((_CHANNELS, vectors), steps)
+        step = lambda columns: (terms_of(self.state_at(columns), self.count), self.refs.C_tile.at[:, columns].T)
+        return hp.multiply((_CHANNELS, self.vectors), [functools.partial(step, columns) for columns in self.tiles])
 
-    def inputs(n, first, low):
+    def inputs(self, n: int, first: Any, low: Any) -> jax.Array:
         """Return the inputs [channels, group_slots] of a group from position `low` on, and 0 for slots without an entry."""
-        x = hp.load_transposed(x_tiles.at[n]).astype(jnp.float32)
-        return jnp.where((first + index >= low) & (first + index < position + tokens), x, 0.0)
+        x, row = hp.load_transposed(self.refs.x_tiles.at[n]).astype(jnp.float32), self.row
+        return jnp.where((first + self.slot >= low) & (first + self.slot < row.position + row.tokens), x, 0.0)
 
-    def run_tokens(first, x):
+    def run_tokens(self, first: Any, x: jax.Array) -> None:
         """Run the tokens in the group that starts at `first` and has the inputs x."""
-        of_state = factor_tile.at[hp.ds(at.of_state, vectors)]
+        refs, row, out_tile = self.refs, self.row, self.refs.out_tile
+        of_state = refs.factor_tile.at[hp.ds(self.at.of_state, self.vectors)]
         of_state = hp.along_columns(hp.load_per_column(of_state), _CHANNELS)
-        from_state = of_state * times_C()
+        from_state = of_state * self.times_C()
 
         def lives(token):
-            here = position + token - first
-            return (token < tokens) & (here >= 0) & (here < length)
+            here = row.position + token - first
+            return (token < row.tokens) & (here >= 0) & (here < row.length)
 
-        for token in range(max_query_tokens):
-            own = jnp.sum(jnp.where(vector == token, from_state, 0.0), axis=1)
+        for token in range(self.max_query_tokens):
+            own = jnp.sum(jnp.where(self.vector == token, from_state, 0.0), axis=1)
             of_inputs = hp.along_columns(hp.load_per_column(refs.attention_tile.at[token]), _CHANNELS)
-            answer = (own + jnp.sum(x * of_inputs, axis=1)).astype(out.dtype)
+            answer = (own + jnp.sum(x * of_inputs, axis=1)).astype(out_tile.dtype)
 
             @hp.when(lives(token))
             def _(token=token, answer=answer):
                 out_tile[token] = answer
 
         hp.commit_smem()
-        for token in range(max_query_tokens):
+        for token in range(self.max_query_tokens):
 
             @hp.when(lives(token))
             def _(token=token):
-                hp.copy_smem_to_gmem(out_tile.at[token], out.at[row.start + token, head, dims])
+                hp.copy_smem_to_gmem(out_tile.at[token], refs.out.at[row.start + token, self.head, self.dims])
 
-    def fold(x):
+    def fold(self, x: jax.Array) -> None:
         """Replace the state in SMEM by the one at the end of the first group, which has the inputs x."""
-        of_inputs = factor_tile.at[hp.ds(at.fold, group_slots)]
+        refs = self.refs
+        of_inputs = refs.factor_tile.at[hp.ds(self.at.fold, self.group_slots)]
         decayed = x * hp.along_columns(hp.load_per_column(of_inputs), _CHANNELS)
-        left, decay = as_terms(decayed, count)[::-1], factor_tile[at.decay]
-        for columns in tiles:
-            added = hp.multiply((_CHANNELS, tile), [lambda columns=columns: (left, fold_tile.at[:, columns])])
-            state_tile[:, columns] = (decay * state_at(columns).astype(jnp.float32) + added).astype(pool.dtype)
+        left, decay = as_terms(decayed, self.count)[::-1], refs.factor_tile[self.at.decay]
+        for columns in self.tiles:
+            added = hp.multiply((_CHANNELS, self.tile), [lambda columns=columns: (left, refs.fold_tile.at[:, columns])])
+            folded = decay * self.state_at(columns).astype(jnp.float32) + added
+            refs.state_tile[:, columns] = folded.astype(refs.pool.dtype)
         hp.commit_smem()
-
-    @hp.when(row.takes_part())
-    def _():
-        fetch()
-        folds = row.folds()
-
-        hp.when(folds)(lambda: hp.copy_gmem_to_smem(refs.fold_B.at[row.index, group], fold_tile, refs.fold_loaded))
-        hp.barrier_wait(refs.loaded)
-        x = inputs(0, first_group, row.base)
-
-        hp.when(position < boundary)(lambda: run_tokens(first_group, x))
-
-        @hp.when(folds)
-        def _():
-            hp.barrier_wait(refs.fold_loaded)
-            fold(x)
-
-            @hp.when(row.keeps_fold())
-            def _():
-                hp.copy_smem_to_gmem(state_tile, pool.at[layer, row.fold_to, head, dims])
-
-            hp.when(position + tokens > boundary)(lambda: run_tokens(boundary, inputs(1, boundary, boundary)))
-
-        hp.wait_smem_to_gmem(0, wait_read_only=True)
-
-    clear_padding(row, out.shape[0], out_tile.at[0], lambda token: out.at[token, head, dims])
 
 
 def selective_state_deferred(
@@ -161,8 +165,9 @@ def selective_state_deferred(
     max_query_tokens = rows.max_query_tokens
     vectors, group_slots = sizes(max_query_tokens, ring.x.shape[3] // 2)
     given = coefficients(inputs, ring, rows, vectors=vectors, dt_softplus=dt_softplus)
+    count = 3 if pool.dtype == jnp.float32 else 2
     results = hp.launch(
-        functools.partial(_kernel, max_query_tokens=max_query_tokens, count=3 if pool.dtype == jnp.float32 else 2),
+        lambda refs: _Cta(refs, max_query_tokens, count).run(),
         name="selective_state_deferred",
         grid=dict(row=rows.num_rows, head=heads, channel_tile=head_dim // _CHANNELS),
         inputs=deferred_inputs(rows)
