@@ -4,6 +4,7 @@ One program per block of channels, head and row runs the row's chunks in order, 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -70,122 +71,125 @@ def _extent(extent: int) -> int:
     return max(pt.power_of_two(extent), 16)
 
 
-def _advance_row(
-    refs: Refs,
-    head: jax.Array,
-    row: jax.Array,
-    channels: Lanes,
-    *,
-    chunk_size: int,
-    dt_softplus: bool,
-    interpret: bool,
-) -> None:
-    """Run all chunks of a row for some channels of a head. Update `pool` and write `out`."""
-    _, _, heads, _, state_dim = refs.pool.shape
-    group = head // (heads // refs.B.shape[1])
-    start, end = refs.query_start_loc[row], refs.query_start_loc[row + 1]
-    # Only a row's first chunk can start between two positions at which chunks are cut.
-    first_length = refs.cu_chunk_seqlens[refs.first_chunk_indices[row] + 1] - start
-    layer = refs.layer[...]
+class _Row:
+    """The work of a program: the chunks of a row, for some channels of a head."""
 
-    dtype = _operand_dtype(refs)
-    channel, channel_inside = channels
-    column, column_inside = pt.lanes(0, _extent(state_dim), state_dim)
-    lane, _ = pt.lanes(0, chunk_size, chunk_size)
-    causal = lane[:, None] >= lane[None, :]
+    def __init__(
+        self, refs: Refs, head: jax.Array, row: jax.Array, channels: Lanes, chunk_size: int, dt_softplus: bool
+    ) -> None:
+        self.refs, self.head, self.row = refs, head, row
+        self.chunk_size, self.dt_softplus = chunk_size, dt_softplus
+        _, _, heads, _, state_dim = refs.pool.shape
+        self.group = head // (heads // refs.B.shape[1])
+        self.start, self.end = refs.query_start_loc[row], refs.query_start_loc[row + 1]
+        # Only a row's first chunk can start between two positions at which chunks are cut.
+        self.first_length = refs.cu_chunk_seqlens[refs.first_chunk_indices[row] + 1] - self.start
+        self.layer, self.dtype = refs.layer[...], _operand_dtype(refs)
+        self.channel, self.channel_inside = channels
+        self.column, self.column_inside = pt.lanes(0, _extent(state_dim), state_dim)
+        self.lane, _ = pt.lanes(0, chunk_size, chunk_size)
+        self.causal = self.lane[:, None] >= self.lane[None, :]
+        self.rate = refs.A[head].astype(jnp.float32) * pt.LOG2_E
+        self.dt_bias = None if refs.dt_bias is None else refs.dt_bias[head].astype(jnp.float32)
+        if refs.D is None:
+            self.skip = None
+        elif len(refs.D.shape) == 1:
+            self.skip = refs.D[head].astype(jnp.float32)
+        else:
+            skip = pt.load(refs.D.at[head, self.channel], mask=self.channel_inside, other=0.0)
+            self.skip = skip.astype(jnp.float32)[None, :]
 
-    def split(tile, count):
-        return as_terms(tile, count) if dtype == jnp.bfloat16 else (tile,)
+    def run(self, interpret: bool) -> None:
+        """Run all chunks. Update `pool` and write `out`."""
+        refs, advance = self.refs, functools.partial(self.advance, interpret)
+        at, mask = self.tile_of(refs.read_block[self.row])
+        carry = self.load_dt(0), pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+        chunk, count = jnp.int32(0), self.chunks_up_to(self.end - self.start)
 
-    def chunks_up_to(length):
+        def advance_to(stop, chunk, block, carry):
+            """Run the chunks from `chunk` up to `stop` and store the state in `block`."""
+            dt, state = jax.lax.fori_loop(chunk, stop, advance, carry)
+            at, mask = self.tile_of(block)
+            pt.store(at, state.astype(refs.pool.dtype), mask=mask)
+            return dt, state
+
+        if refs.checkpoint_offset is not None:
+
+            def segment(n, carry):
+                chunk, carry = carry
+                # If there is no checkpoint to keep, the offset is undefined.
+                stop = jnp.clip(self.chunks_up_to(refs.checkpoint_offset[self.row, n]), chunk, count)
+                return stop, advance_to(stop, chunk, refs.checkpoint_block[self.row, n], carry)
+
+            segments = jnp.int32(refs.checkpoint_offset.shape[1])
+            chunk, carry = jax.lax.fori_loop(jnp.int32(0), segments, segment, (chunk, carry))
+        advance_to(count, chunk, refs.write_block[self.row], carry)
+
+    def chunks_up_to(self, length: jax.Array) -> jax.Array:
         """Return the number of chunks that hold the row's first `length` tokens."""
-        return 1 + jax.lax.div(length - first_length + chunk_size - 1, jnp.int32(chunk_size))
+        return 1 + jax.lax.div(length - self.first_length + self.chunk_size - 1, jnp.int32(self.chunk_size))
 
-    def tokens_of(chunk):
+    def tokens_of(self, chunk: Any) -> tuple[jax.Array, jax.Array]:
         """Return the packed tokens of a chunk, and which of them exist. After the row's last chunk none does."""
-        token = start + jnp.maximum(first_length + (chunk - 1) * chunk_size, 0) + lane
-        return token, token < jnp.minimum(start + first_length + chunk * chunk_size, end)
+        token = self.start + jnp.maximum(self.first_length + (chunk - 1) * self.chunk_size, 0) + self.lane
+        return token, token < jnp.minimum(self.start + self.first_length + chunk * self.chunk_size, self.end)
 
-    def load_dt(chunk):
-        token, live = tokens_of(chunk)
-        return pt.load(refs.dt.at[token, head], mask=live, other=0.0)
+    def load_dt(self, chunk: Any) -> jax.Array:
+        """Load the step sizes of a chunk."""
+        token, live = self.tokens_of(chunk)
+        return pt.load(self.refs.dt.at[token, self.head], mask=live, other=0.0)
 
-    def tile_of(block):
+    def tile_of(self, block: jax.Array) -> tuple[Any, jax.Array]:
         """Return the program's tile of a block's state, and which of its elements exist."""
-        at = refs.pool.at[layer, block, head, channel[None, :], column[:, None]]
-        return at, column_inside[:, None] & channel_inside[None, :] & (block != NULL_BLOCK)
+        at = self.refs.pool.at[self.layer, block, self.head, self.channel[None, :], self.column[:, None]]
+        return at, self.column_inside[:, None] & self.channel_inside[None, :] & (block != NULL_BLOCK)
 
-    rate = refs.A[head].astype(jnp.float32) * pt.LOG2_E
-    dt_bias = None if refs.dt_bias is None else refs.dt_bias[head].astype(jnp.float32)
-    if refs.D is None:
-        skip = None
-    elif len(refs.D.shape) == 1:
-        skip = refs.D[head].astype(jnp.float32)
-    else:
-        skip = pt.load(refs.D.at[head, channel], mask=channel_inside, other=0.0).astype(jnp.float32)[None, :]
+    def split(self, tile: jax.Array, count: int) -> tuple[jax.Array, ...]:
+        """Return the `count` terms in which a float32 tile is multiplied."""
+        return as_terms(tile, count) if self.dtype == jnp.bfloat16 else (tile,)
 
-    def advance(chunk, carry):
-        raw_dt, state = carry  # state [state_dim, block_dim]
-        token, live = tokens_of(chunk)
+    def advance(self, interpret: bool, chunk: jax.Array, carry: Any) -> Any:
+        """Run a chunk. The carry has its step sizes and the state before it [state_dim, channels]."""
+        refs, head, (raw_dt, state) = self.refs, self.head, carry
+        token, live = self.tokens_of(chunk)
         # dt is too narrow to be copied asynchronously. The next chunk's is therefore loaded while this one's is used.
-        upcoming = load_dt(chunk + 1)
+        upcoming = self.load_dt(chunk + 1)
 
         def tile(ref, at, index, inside):
             mask = live[:, None] & inside[None, :]
             return pt.load(ref.at[token[:, None], at, index[None, :]], mask=mask, other=0.0)
 
-        x = tile(refs.x, head, channel, channel_inside)
-        B, C = (tile(ref, group, column, column_inside).astype(dtype) for ref in (refs.B, refs.C))
+        x = tile(refs.x, head, self.channel, self.channel_inside)
+        of_group = self.group, self.column, self.column_inside
+        B, C = (tile(ref, *of_group).astype(self.dtype) for ref in (refs.B, refs.C))
 
-        dt = jnp.where(live, step_size(raw_dt.astype(jnp.float32), dt_bias, dt_softplus), 0.0)
-        whole, rest = sums_on_fixed_grid(rate * dt)
-        last = lane == chunk_size - 1
+        dt = jnp.where(live, step_size(raw_dt.astype(jnp.float32), self.dt_bias, self.dt_softplus), 0.0)
+        whole, rest = sums_on_fixed_grid(self.rate * dt)
+        last = self.lane == self.chunk_size - 1
         whole_end, rest_end = (jnp.sum(jnp.where(last, x, 0.0)) for x in (whole, rest))
 
         def decay(whole, rest):
             return jnp.exp2(whole + rest)
 
         between = (whole[:, None] - whole[None, :]) + (rest[:, None] - rest[None, :])
-        between = pt.exp2(jnp.where(causal, between, -jnp.inf), interpret)
+        between = pt.exp2(jnp.where(self.causal, between, -jnp.inf), interpret)
         within = between * dt[None, :] * dot(C, B.T, interpret=interpret)
-        y = decay(whole, rest)[:, None] * dot(C, split(state, _STATE_TERMS), interpret=interpret)
-        for term in reversed(split(within, _WITHIN_TERMS)):
-            y = y + dot(term, x.astype(dtype), interpret=interpret)
+        y = decay(whole, rest)[:, None] * dot(C, self.split(state, _STATE_TERMS), interpret=interpret)
+        for term in reversed(self.split(within, _WITHIN_TERMS)):
+            y = y + dot(term, x.astype(self.dtype), interpret=interpret)
 
         # The terms' products are added to the state one after the other, so that their sum needs no registers.
         decayed = (decay(whole_end - whole, rest_end - rest) * dt)[:, None] * x.astype(jnp.float32)
         state = decay(whole_end, rest_end) * state
-        for term in reversed(split(decayed, _STATE_TERMS)):
+        for term in reversed(self.split(decayed, _STATE_TERMS)):
             state = state + dot(B.T, term, interpret=interpret)
 
-        y = y if skip is None else y + skip * x.astype(jnp.float32)
+        y = y if self.skip is None else y + self.skip * x.astype(jnp.float32)
         if refs.z is not None:
-            y = y * silu(tile(refs.z, head, channel, channel_inside).astype(jnp.float32))
-        out = refs.out.at[token[:, None], head, channel[None, :]]
-        pt.store(out, y.astype(refs.out.dtype), mask=live[:, None] & channel_inside[None, :])
+            y = y * silu(tile(refs.z, head, self.channel, self.channel_inside).astype(jnp.float32))
+        out = refs.out.at[token[:, None], head, self.channel[None, :]]
+        pt.store(out, y.astype(refs.out.dtype), mask=live[:, None] & self.channel_inside[None, :])
         return upcoming, state
-
-    def advance_to(stop, chunk, block, carry):
-        """Run the chunks from `chunk` up to `stop` and store the state in `block`."""
-        dt, state = jax.lax.fori_loop(chunk, stop, advance, carry)
-        at, mask = tile_of(block)
-        pt.store(at, state.astype(refs.pool.dtype), mask=mask)
-        return dt, state
-
-    at, mask = tile_of(refs.read_block[row])
-    carry = load_dt(0), pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
-    chunk, count = jnp.int32(0), chunks_up_to(end - start)
-    if refs.checkpoint_offset is not None:
-
-        def segment(n, carry):
-            chunk, carry = carry
-            # If there is no checkpoint to keep, the offset is undefined.
-            stop = jnp.clip(chunks_up_to(refs.checkpoint_offset[row, n]), chunk, count)
-            return stop, advance_to(stop, chunk, refs.checkpoint_block[row, n], carry)
-
-        segments = jnp.int32(refs.checkpoint_offset.shape[1])
-        chunk, carry = jax.lax.fori_loop(jnp.int32(0), segments, segment, (chunk, carry))
-    advance_to(count, chunk, refs.write_block[row], carry)
 
 
 def ssd(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool, run: Run) -> tuple[jax.Array, jax.Array]:
@@ -203,8 +207,7 @@ def ssd(inputs: StateSpace, pool: jax.Array, rows: Rows, *, dt_softplus: bool, r
 
         @pt.when((row < num_rows) & (end > start))
         def _():
-            options = dict(chunk_size=chunk_size, dt_softplus=dt_softplus, interpret=run.interpret)
-            _advance_row(refs, head, row, channels, **options)
+            _Row(refs, head, row, channels, chunk_size, dt_softplus).run(run.interpret)
 
         # One more row of programs writes zeros to the tokens after the last row.
         @pt.when(row == num_rows)
