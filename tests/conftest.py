@@ -144,22 +144,22 @@ def pytest_collection_modifyitems(config, items):
     The setting `filterwarnings = error` would also hold while pytest starts and ends. A warning of any plugin that is
     installed would then end the run.
     """
+    on_gpu, is_full = jax.default_backend() == "gpu", config.getoption("depth") == "full"
     if config.getoption("depth") != "cases":
         quick.mark(items)
-        gpu.cases.mark(items)
+        if on_gpu:
+            gpu.cases.mark(items)
     expected = [f"ignore:{message}:{category.__name__}" for message, category in EXPECTED_WARNINGS]
     strict = pytest.mark.filterwarnings("error", *expected)
     for item in items:
         # The item's keywords would not do: the name of a folder is a keyword.
         if item.get_closest_marker("gpu") and not gpu.files.may_have_gpu_tests(item.path):
             raise pytest.UsageError(f"tests/gpu/files.py does not find {item.path}, which has the GPU test {item.name}")
-    # Sizes that are left to a GPU are compiled there, and not interpreted.
-    on_gpu, is_full = jax.default_backend() == "gpu", config.getoption("depth") == "full"
 
+    # Sizes that are left to a GPU are compiled there, and not interpreted.
     def runs(item):
         can_run = not item.get_closest_marker("gpu") or (on_gpu and gpu.cases.is_compiled(item))
-        can_run = can_run and not any(marker.args[0] for marker in item.iter_markers("skipif"))
-        return can_run and (is_full or not item.get_closest_marker("deep"))
+        return can_run and not quick.is_skipped(item) and (is_full or not item.get_closest_marker("deep"))
 
     left_out = [item for item in items if not runs(item)]
     config.stash[quick.LEFT_OUT] = left_out

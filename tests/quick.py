@@ -336,6 +336,11 @@ RULES = (
 )
 
 
+def is_skipped(item):
+    """Returns whether a test's marker `skipif` skips it on this machine."""
+    return any(marker.args[0] for marker in item.iter_markers("skipif"))
+
+
 def mark(items):
     """Marks what a quick run leaves out."""
     leave_out([item for item in items if not any(map(item.get_closest_marker, ("gpu", "deep")))], RULES)

@@ -359,13 +359,16 @@ def test_uses_of_private_attributes_are_seen(text, found):
     assert list(private_uses(ast.parse(text))) == found
 
 
-CLASSES = {
-    (module, node.name): node
-    for module in MODULES
-    if module.startswith(CODE[:2])
-    for node in ast.parse(MODULES[module].read_text()).body
-    if isinstance(node, ast.ClassDef)
-}
+@functools.cache
+def classes():
+    """The classes of the packages by their module and name."""
+    return {
+        (module, node.name): node
+        for module in MODULES
+        if module.startswith(CODE[:2])
+        for node in ast.parse(MODULES[module].read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def shared_private_names(owner, base):
@@ -377,14 +380,14 @@ def shared_private_names(owner, base):
 
 def names_shared_with_bases(place):
     """The private names that the class at a place, its module and name, shares with its bases in other modules."""
-    owner, taken = CLASSES[place], {alias: (other, alias) for other, alias in imports_of(place[0])}
-    bases = [CLASSES[taken[base]] for base in map(ast.unparse, owner.bases) if taken.get(base) in CLASSES]
+    owner, taken = classes()[place], {alias: (other, alias) for other, alias in imports_of(place[0])}
+    bases = [classes()[taken[base]] for base in map(ast.unparse, owner.bases) if taken.get(base) in classes()]
     return set().union(*(shared_private_names(owner, base) for base in bases))
 
 
 def test_a_class_shares_no_private_name_with_a_base_of_another_module():
     """What a class offers to classes that extend it elsewhere has public names."""
-    assert violations([place for place, node in CLASSES.items() if node.bases], names_shared_with_bases) == {}
+    assert violations([place for place, node in classes().items() if node.bases], names_shared_with_bases) == {}
 
 
 # Classes of one name: every file of a family of models has these, and is read by their names.

@@ -110,7 +110,8 @@ NEEDED = {
 
 def words(items):
     """The words in the names of cases that run here."""
-    names = (item.nodeid.partition("::")[2] for item in items if not item.get_closest_marker("gpu"))
+    here = (item for item in items if not item.get_closest_marker("gpu") and not quick.is_skipped(item))
+    names = (item.nodeid.partition("::")[2] for item in here)
     return {word for name in names for word in re.findall(r"\w+", name)}
 
 
