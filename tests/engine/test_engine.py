@@ -30,7 +30,7 @@ MODES = {
     "async": dict(policy="copy_free", async_stepping=True),
 }
 SMALL = dict(num_kv_pages=24, num_state_blocks=6, checked=True)
-pytestmark = pytest.mark.usefixtures("fewest_programs")
+pytestmark = pytest.mark.usefixtures("few_programs")
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 
 

@@ -17,7 +17,7 @@ KEYS = ("sk-first", "sk-second")
 
 
 @pytest.fixture(scope="module")
-def engine(fewest_programs):
+def engine(few_programs):
     engine = Engine(load_two_layers(BYTE_MODEL), EngineConfig(**SIZES), tokenizer=load_tokenizer(BYTE_MODEL))
     engine.generate([1, 2, 3])
     return engine
