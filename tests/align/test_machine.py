@@ -14,7 +14,7 @@ EVENTS = {
 
 
 def test_every_step_reads_its_own_past():
-    events = run(Machine, depth.examples(quick=25, full=215), steps=depth.examples(quick=1_000, full=10_000))
+    events = run(Machine, depth.examples(quick=8, full=215), steps=depth.examples(quick=300, full=10_000))
     # A fifth of the steps may miss the rarest events.
     if depth.is_full():
         assert {event for event, times in events.items() if times >= 10} == EVENTS, events
@@ -28,7 +28,7 @@ DEFERRED_EVENTS = (EVENTS - {"moves left"}) | {
 
 
 def test_every_step_reads_its_own_past_from_deferred_states():
-    events = run(DeferredMachine, depth.examples(quick=25, full=215), steps=depth.examples(quick=1_000, full=10_000))
+    events = run(DeferredMachine, depth.examples(quick=8, full=215), steps=depth.examples(quick=300, full=10_000))
     if depth.is_full():
         # A window rarely moves left, because steps are short beside blocks.
         assert {event for event, times in events.items() if times >= 10} >= DEFERRED_EVENTS, events

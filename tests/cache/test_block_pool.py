@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
+import depth
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -164,7 +165,7 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.num_available == len(self.blocks) - held
 
 
-Machine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=depth.examples(25, 80), stateful_step_count=40, deadline=None)
 TestBlockPool = Machine.TestCase
 
 

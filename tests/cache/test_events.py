@@ -1,5 +1,6 @@
 """The events of a cache tell what is cached: a mirror that applies them has the cache's keys after every change."""
 
+import depth
 import pytest
 from fakes.cache_machine import BLOCK, PAGE, Machine
 from fakes.reported_cache import assert_mirrors, make, run_prompt, taken
@@ -63,7 +64,7 @@ class Reporting(Machine):
         assert again == self.mirror, "events that come twice do harm"
 
 
-Reporting.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+Reporting.TestCase.settings = settings(max_examples=depth.examples(20, 60), stateful_step_count=50, deadline=None)
 TestReporting = Reporting.TestCase
 
 

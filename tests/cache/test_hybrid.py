@@ -2,6 +2,7 @@
 
 import hashlib
 
+import depth
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -210,7 +211,7 @@ def test_the_block_size_must_be_whole_pages():
         HybridCache(StateBlockManager(9, 8), KVPageManager(9, 3))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=depth.examples(20, 60))
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2), st.integers(1, 40), st.integers(0, 5)), max_size=25))
 def test_hits_are_true_prefixes_and_blocks_are_conserved(arrivals):
     """Requests share a few prefixes in small pools. An earlier request leaves whenever the pools are full."""

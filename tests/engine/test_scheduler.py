@@ -1,5 +1,6 @@
 """The scheduler computes every token of every request exactly once. Its caches are real, its device is a fake."""
 
+import depth
 import pytest
 from fakes.device import BLOCK, PAGE, Device, assert_complete, foresight, kept, make, request, serve
 from hypothesis import given, settings
@@ -185,7 +186,7 @@ def test_aborted_request_frees_exactly_its_blocks():
     assert scheduler.cache.states.pool.num_held == scheduler.cache.kv.pool.num_held == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=depth.examples(20, 60), deadline=None)
 @given(st.data())
 def test_kept_boundaries_depend_on_the_request_only(data):
     """Budget, other requests, drafts and preemptions do not change which boundaries are cached in the end."""
@@ -236,7 +237,7 @@ def test_kept_boundaries_depend_on_the_request_only(data):
         assert set(range(interval, computed + 1, interval)) - set(range(cached)) <= set(boundaries)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=depth.examples(15, 40), deadline=None)
 @given(st.data())
 def test_repeated_prompts_and_prefixes_hit_the_cache(data):
     """A prompt that is sent again hits at once; a prefix with new suffixes from the third time on; a chat's next turn where
@@ -363,7 +364,7 @@ def test_states_after_rejected_drafts_and_stop_tokens_are_not_found():
     assert len(scheduler.cache.kv.lookup([*first.tokens, *sampled[2:], 1, 2, 3], HashChain(PAGE))) == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=depth.examples(25, 80), deadline=None)
 @given(st.data())
 def test_any_schedule_computes_every_token_once(data):
     """Small pools, shared prefixes, late arrivals, a full queue, aborts, priorities, preemption and drafts, right and wrong

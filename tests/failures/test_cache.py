@@ -2,6 +2,7 @@
 
 import itertools
 
+import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,7 +84,7 @@ def test_a_shared_prefix_hits_wherever_it_and_the_suffixes_end():
         assert hits[1] in (0, hits[2])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=depth.examples(15, 40))
 @given(st.data())
 def test_the_hit_of_a_repeated_prompt_does_not_depend_on_the_load(data):
     """The prompt runs alone or among others, first or last, in small or large chunks."""
@@ -216,7 +217,7 @@ def test_blocks_of_rejected_drafts_are_used_by_the_next_step():
         manager.commit("a", list(range(computed + 1)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=depth.examples(20, 60))
 @given(st.data())
 def test_no_row_gets_a_block_that_another_row_of_its_step_reads(data):
     """The rows of a launch run in any order, so this would be a race whatever the order of the rows."""
