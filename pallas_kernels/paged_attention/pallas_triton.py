@@ -308,7 +308,7 @@ def paged_attention(inputs: Attention, rows: Rows, *, value_dim: int, scale: flo
         # The heads of one tile are neighbours, because the keys of all heads are.
         grid=(*grid, programs),
         inputs=dict(q=q, keys=keys, values=values, layer=rows.layer, page_table=page_table, gates=gates)
-        | cut._replace(row_end=None)._asdict()
+        | dict(cut._asdict(), row_end=None)
         | dict(unit=unit),
         outputs=dict(
             out=array((num_tokens, heads, value_dim), q.dtype),

@@ -156,11 +156,10 @@ class _Head:
 
         kk, qq, qk = jax.lax.fori_loop(0, len(cta.tiles), of_tile, [hp.zeros_per_row(SIZE, jnp.float32)] * 3)
         if options.use_qk_l2norm:
-            norms = dict(k=jax.lax.rsqrt(kk + L2_EPSILON), q=jax.lax.rsqrt(qq + L2_EPSILON))
+            k, q = jax.lax.rsqrt(kk + L2_EPSILON), jax.lax.rsqrt(qq + L2_EPSILON)
         else:
-            norms = dict.fromkeys("kq", hp.zeros_per_row(SIZE, jnp.float32) + 1.0)
-        norms["q"] = options.scale * norms["q"]
-        return norms, qk
+            k = q = hp.zeros_per_row(SIZE, jnp.float32) + 1.0
+        return dict(k=k, q=options.scale * q), qk
 
     def store_decayed(self, norms: dict[str, jax.Array]) -> None:
         """Store keys and queries decayed from the chunk's start, and keys decayed to its end, for the next kernel."""
