@@ -244,6 +244,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--case", action="append", help='names of cases, without "moe"; default: all')
     parser.add_argument("--model", choices=MODELS, default="qwen3.5-4b", help="shapes of the random weights")
     parser.add_argument("--devices", type=int, default=1, help="devices that share the model")
+    text = "leave out what an engine chooses by itself"
+    parser.add_argument("--configuration", choices=("benchmark", "defaults"), default="benchmark", help=text)
     parser.add_argument("--policy", choices=POLICIES, default="copy_free", help="which states a step writes")
     parser.add_argument("--max-model-len", type=int, default=CONFIGURATION["max_model_len"])
     parser.add_argument("--max-num-seqs", type=int, default=CONFIGURATION["max_num_seqs"])
@@ -264,6 +266,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     jax.block_until_ready(nnx.state(model))
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_state_blocks", "num_kv_pages")
     fields = CONFIGURATION | {name: getattr(options, name) for name in ("policy", *names)}
+    given = dict(policy=options.policy) if options.configuration == "defaults" else fields
     suffix = "" if options.policy == "copy_free" else f", {options.policy}"
     engine: Engine | None = None
     print(f"{header}; {time.perf_counter() - begin:.0f} s", flush=True)
@@ -277,8 +280,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         if engine is None or engine.config.num_speculative_tokens != case.drafts:
             if engine is not None:
                 free_pools(engine)
-            engine = make_engine(model, EngineConfig(**fields, num_speculative_tokens=case.drafts), options.devices)
-            print(f"{engine.sizes}; {time.perf_counter() - begin:.0f} s", flush=True)
+            engine = make_engine(model, EngineConfig(**given, num_speculative_tokens=case.drafts), options.devices)
+            print(f"{engine.explain()}\n{engine.sizes}; {time.perf_counter() - begin:.0f} s", flush=True)
         engine.reset_prefix_cache()
         measure = functools.partial(measure_prompt, repetitions=4) if case.kind == "prompt" else functools.partial(
             measure_decode, steps=options.steps, warm_up=options.warm_up
@@ -296,7 +299,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         )
         measured_us = 1e3 * row["ttft_ms"] if case.kind == "prompt" else row["step_us"]
         row["ratio"] = measured_us / row["floor_us"]
-        row |= fields | {"copy_bandwidth_tb_s": rate / 1e6} | header
+        if options.configuration == "defaults":
+            row |= {"configuration": "defaults"} | {name: getattr(engine.config, name) for name in fields}
+        else:
+            row |= fields
+        row |= {"copy_bandwidth_tb_s": rate / 1e6} | header
         rows.append(row)
         append(options.json, row)
         print({name: value for name, value in row.items() if name not in header}, flush=True)

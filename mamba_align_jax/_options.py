@@ -15,6 +15,11 @@ def option(default: Any, about: str, choices: Collection[str] = ()) -> Any:
     return field(default=default, metadata={"about": about, "choices": tuple(choices)})
 
 
+def chosen(about: str, choices: Collection[str] = ()) -> Any:
+    """Returns a field that is an option, whose value is chosen later if it is left out. Its type is that of the value."""
+    return option(None, f"{about} (default: chosen for the model and the device)", choices)
+
+
 def add_fields(
     group: argparse._ArgumentGroup, kind: type, prefix: str = "", defaults: Mapping[str, Any] | None = None
 ) -> None:
@@ -27,7 +32,8 @@ def add_fields(
         name = "--" + f"{prefix}{item.name}".replace("_", "-")
         about = item.metadata["about"].replace("%", "%%")
         if item.type is bool:
-            group.add_argument(name, action="store_true", help=about)
+            action: Any = argparse.BooleanOptionalAction if default is None else "store_true"
+            group.add_argument(name, action=action, default=default, help=about)
             continue
         about = about if default is None else f"{about} (default: {default})"
         if item.metadata["choices"]:

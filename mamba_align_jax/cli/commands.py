@@ -5,6 +5,7 @@ A command imports what only it needs, so that the others start quickly.
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from mamba_align_jax import __version__
 from mamba_align_jax import _values as values
+from mamba_align_jax._options import add_fields, given_fields
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.running import trace
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from mamba_align_jax.engine.running.engine import Engine
 
 _CONSOLE = Console()
+# What JAX's client gets of a GPU. The rest is the driver's, and what libraries take outside of JAX.
+GPU_SHARE = 0.92
+# JAX's own settings of the share. Whoever has set one keeps it.
+_JAX_SETTINGS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
 
 
 @contextlib.contextmanager
@@ -209,36 +215,44 @@ def _serve_together(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
-    import jax
-    from flax import nnx
-
-    from mamba_align_jax.engine.device.sizing import align_config, pool_sizes
+    from mamba_align_jax.engine.device.defaults import complete, scratch_bytes
+    from mamba_align_jax.engine.device.explanation import Explanation
+    from mamba_align_jax.engine.device.model_facts import facts_of
+    from mamba_align_jax.engine.device.sizing import DeviceMemory, align_config, pool_sizes
+    from mamba_align_jax.engine.model import end_tokens
     from mamba_align_jax.models import outline_model
     from mamba_align_jax.models.config_files import read_sampling_defaults
 
-    config = EngineConfig(prefix_cache=options.prefix_cache, block_size=options.block_size)
     model = outline_model(options.model)
-    weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(model)))
-    align = align_config(config, model)
-    sizes = pool_sizes(align, config, model, weight_bytes=weight_bytes)
-    ends = model.config.eos_token_id
+    memory, facts = DeviceMemory.of(), facts_of(model)
+    if options.gpu_memory_gb is not None:
+        limit = int(options.gpu_memory_utilization * options.gpu_memory_gb * 1e9)
+        memory = DeviceMemory(options.gpu, limit, limit)
+    config, reasons = complete(EngineConfig(**given_fields(options, EngineConfig)), model, facts, memory)
+    align, scratch = align_config(config, model), scratch_bytes(config, model, facts)
+    sizes = pool_sizes(align, config, model, memory, reserved_bytes=scratch + facts.weight_bytes)
+    explained = Explanation.of(config, reasons, align, sizes, memory, facts, scratch)
     sampling = read_sampling_defaults(options.model) if (options.model / "generation_config.json").is_file() else {}
+    of_model = {
+        "architecture": model.config.model_type,
+        "dtype": str(model.dtype),
+        "end_tokens": end_tokens(model.config),
+        "sampling_defaults": sampling,
+        "layers": {kind: len(mixers) for kind, mixers in model.mixers().items()},
+        "longest_sequence": align.max_model_len,
+        "blocks_of_a_running_request": align.blocks_per_request(config.steps_in_flight, max_chunk=0),
+    }
+    if options.json:
+        print(json.dumps(of_model | explained.as_dict()))
+        return 0
+    lines = of_model | {
+        "end_tokens": ", ".join(map(str, end_tokens(model.config))) or "none",
+        "sampling_defaults": ", ".join(f"{name} {value}" for name, value in sampling.items()) or "none",
+        "layers": ", ".join(f"{len(mixers)} {kind}" for kind, mixers in model.mixers().items()),
+    }
     table = Table(show_header=False)
-    for name, value in (
-        ("architecture", model.config.model_type),
-        ("weights", f"{weight_bytes:,} bytes, {model.dtype}"),
-        ("end tokens", "none" if ends is None else ", ".join(map(str, ends if isinstance(ends, tuple) else [ends]))),
-        ("sampling defaults", ", ".join(f"{name} {value}" for name, value in sampling.items()) or "none"),
-        ("layers", ", ".join(f"{len(mixers)} {kind}" for kind, mixers in model.mixers().items())),
-        ("tokens per state block", align.block_size),
-        ("state bytes per block", f"{align.bytes_per_block:,}"),
-        ("blocks per running request", align.blocks_per_request(max_chunk=config.max_num_batched_tokens)),
-        ("state blocks that fit", f"{sizes.state_blocks - 1:,}"),
-        ("KV bytes per page", f"{sizes.kv_page_bytes:,} ({config.kv_page_size} tokens)"),
-        ("KV pages that fit", f"{sizes.kv_pages - 1:,}"),
-        ("longest sequence", align.max_model_len),
-    ):
-        table.add_row(name, str(value))
+    for name, value in (*lines.items(), *explained.lines()):
+        table.add_row(name.replace("_", " "), str(value))
     _CONSOLE.print(table)
     return 0
 
@@ -280,6 +294,8 @@ def _parser() -> argparse.ArgumentParser:
     model = argparse.ArgumentParser(add_help=False)
     text = "a Hugging Face directory; default: the bundled model"
     model.add_argument("--model", type=Path, default=BYTE_MODEL, metavar="DIR", help=text)
+    text = "the share of a GPU's whole memory that is used, weights included (default: %(default)s)"
+    model.add_argument("--gpu-memory-utilization", type=float, default=GPU_SHARE, metavar="X", help=text)
 
     def add(
         name: str, run: Callable[[argparse.Namespace], int], text: str, *options: argparse.ArgumentParser
@@ -304,8 +320,12 @@ def _parser() -> argparse.ArgumentParser:
     serving.add_options(add("serve", _serve, "serve a model over HTTP, with OpenAI's API", model))
 
     info = add("info", _info, "show what a model's states cost and how many blocks fit", model)
-    info.add_argument("--block-size", type=int, default=64)
-    info.add_argument("--prefix-cache", default="align")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    text = "plan for a GPU with this memory, in 1e9 bytes, instead of this machine's device"
+    info.add_argument("--gpu-memory-gb", type=float, metavar="N", help=text)
+    text = "the kind of that GPU, for its speed (default: %(default)s)"
+    info.add_argument("--gpu", default="NVIDIA H200", metavar="NAME", help=text)
+    add_fields(info.add_argument_group("engine"), EngineConfig)
 
     steps = add("trace", _trace, "print a file that Engine.trace wrote, one line for each row of each step")
     steps.add_argument("file", metavar="FILE", type=Path)
@@ -325,6 +345,17 @@ def _add_sampling(command: argparse.ArgumentParser, max_tokens: int) -> None:
     serving.add_dtype(command)
 
 
+def _take_memory(share: float) -> None:
+    """Gives JAX's client a share of each GPU's whole memory. It takes effect before JAX has looked for devices."""
+    import jax
+
+    values.number("gpu_memory_utilization", share, values.FLOAT32_MIN, 1, "in (0, 1]")
+    given = getattr(jax.config, "jax_pjrt_client_create_options", None)
+    is_set = given or any(name in os.environ for name in _JAX_SETTINGS)
+    if share != GPU_SHARE or not is_set:
+        jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": share})
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit status.
 
@@ -333,6 +364,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
+        if hasattr(options, "gpu_memory_utilization"):
+            _take_memory(options.gpu_memory_utilization)
         return options.run(options)
     except KeyboardInterrupt:
         return 130

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._options import option
+from mamba_align_jax._options import chosen, option
 from mamba_align_jax.align.config import check_fold_length
 from mamba_align_jax.align.policy import POLICIES as POLICIES
 from mamba_align_jax.engine.grammar import Grammar
@@ -27,23 +27,26 @@ MAX_LOGPROBS = 20
 class EngineConfig:
     """The static choices of an engine.
 
+    Fields that decide speed and memory may be left out, that is None. An engine then chooses them for its model and its
+    device, and its `config` has what was chosen: see "What an engine chooses" in docs/scheduling.md. What is given stays.
+
     Attributes:
         prefix_cache: "align" keeps states at block boundaries where chunks of prompts end. "all" keeps them at every
-            boundary, those inside chunks too, so that hits are longer and fewer states fit: see docs/scheduling.md. "none"
-            keeps nothing between requests.
+            boundary, those inside chunks too, so that hits are longer: see docs/scheduling.md. "none" keeps nothing between
+            requests. May be left out.
         policy: "copy_free", "pre_copy" or "deferred": see docs/scheduling.md. "deferred" is for models whose recurrent
             layers are gated delta nets or Mamba-2.
         fold_length: Number of tokens between the states that policy "deferred" writes; a divisor of `block_size`, and
             more than 2 * `num_speculative_tokens`.
-        block_size: Number of tokens between state boundaries; a multiple of `kv_page_size`.
-        kv_page_size: Number of tokens of a KV page. Attention of 256 decode rows was 2 % faster on an H200 with pages of 64
-            tokens than with pages of 16.
+        block_size: Number of tokens between state boundaries; a multiple of `kv_page_size`. May be left out.
+        kv_page_size: Number of tokens of a KV page. May be left out.
         checkpoint_interval: A state of each request stays cached every so many tokens; a multiple of `block_size`. None
             keeps only the states that are likely to be used again: see docs/scheduling.md.
         num_state_blocks: Number of state blocks, NULL_BLOCK included; None sizes both pools from `memory_fraction`.
         num_kv_pages: Number of KV pages, the NULL page included; None sizes both pools from `memory_fraction`.
-        memory_fraction: Share of the device's free memory that both pools take. If a device reports no free memory (a
-            CPU), the pools hold four times `max_num_seqs` sequences of `max_model_len`.
+        memory_fraction: Share that both pools take of the device's free memory, after the weights and what a step needs for
+            itself. If a device reports no free memory (a CPU), the pools hold four times `max_num_seqs` sequences of
+            `max_model_len`.
         num_speculative_tokens: Largest number of draft tokens per request and step, K; 0 turns speculation off. A
             running request holds about K more state blocks, except under policy "deferred", and `block_size` must be at
             least K + 1.
@@ -51,15 +54,17 @@ class EngineConfig:
             one more layer of every page.
         async_stepping: If True, a step is dispatched before the tokens of the last one are read, so that the device
             never waits for the host. Drafts are then made on the device, and a running request holds one state block
-            more, or a few if blocks are small.
+            more, or a few if blocks are small. May be left out.
         prompt_lookup_max: Number of tokens of the longest n-gram that is looked up for drafts; at most 256.
         prompt_lookup_min: Number of tokens of the shortest one.
         max_model_len: Number of tokens of the longest sequence; None is the model's own limit.
-        max_num_seqs: Number of requests that run at once.
-        max_num_batched_tokens: Number of prompt tokens of one step.
+        max_num_seqs: Number of requests that run at once. May be left out.
+        max_num_batched_tokens: Number of prompt tokens of one step. May be left out.
+        max_mixed_tokens: Number of prompt tokens of a step in which requests decode too, which wait for them. At most
+            `max_num_batched_tokens`. If both are left out, it is the smaller one; if it alone is, both are equal.
         max_prefill_rows: Number of prompts that may have tokens in one step. Many short prompts start sooner with more
             of them; a step with prompts takes a little longer for each. With more than 8, delta-rule layers on Hopper GPUs
-            take longer for a long prompt that is alone in a step.
+            take longer for a long prompt that is alone in a step. May be left out.
         max_waiting: Number of requests that may wait to run for the first time; None is no limit.
         overtaking_limit: Number of later requests that may run before a waiting request, for each level of priority by
             which they are ahead of it; None lets every request of a lower priority number run first, however long others
@@ -73,33 +78,34 @@ class EngineConfig:
         checked: If True, each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
     """
 
-    prefix_cache: str = option(
-        "align", '"align" keeps states at block boundaries where chunks of prompts end', PREFIX_CACHE_MODES
+    prefix_cache: str = chosen(
+        '"align" keeps states at block boundaries where chunks of prompts end, "all" at every boundary, "none" nowhere',
+        PREFIX_CACHE_MODES,
     )
     policy: str = option("copy_free", '"copy_free", "pre_copy" or "deferred": see docs/scheduling.md', POLICIES)
     fold_length: int = option(16, 'Number of tokens between the states that policy "deferred" writes')
-    block_size: int = option(64, "Number of tokens between state boundaries")
-    kv_page_size: int = option(16, "Number of tokens of a KV page")
+    block_size: int = chosen("Number of tokens between state boundaries")
+    kv_page_size: int = chosen("Number of tokens of a KV page")
     checkpoint_interval: int | None = option(None, "A state of each request stays cached every so many tokens")
     num_state_blocks: int | None = option(None, "Number of state blocks, NULL_BLOCK included")
     num_kv_pages: int | None = option(None, "Number of KV pages, the NULL page included")
-    memory_fraction: float = option(0.8, "Share of the device's free memory that both pools take")
+    memory_fraction: float = 0.95
     num_speculative_tokens: int = option(0, "Largest number of draft tokens per request and step, K")
     speculation: str = option(
         "prompt_lookup",
         '"prompt_lookup" drafts by prompt lookup; "mtp" drafts with the model\'s own head',
         SPECULATIONS,
     )
-    async_stepping: bool = option(
-        False,
-        "A step is dispatched before the tokens of the last one are read, so that the device never waits for the host",
+    async_stepping: bool = chosen(
+        "A step is dispatched before the tokens of the last one are read, so that the device never waits for the host"
     )
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     max_model_len: int | None = option(None, "Number of tokens of the longest sequence")
-    max_num_seqs: int = option(8, "Number of requests that run at once")
-    max_num_batched_tokens: int = option(512, "Number of prompt tokens of one step")
-    max_prefill_rows: int = option(4, "Number of prompts that may have tokens in one step")
+    max_num_seqs: int = chosen("Number of requests that run at once")
+    max_num_batched_tokens: int = chosen("Number of prompt tokens of one step")
+    max_mixed_tokens: int = chosen("Number of prompt tokens of a step in which requests decode too")
+    max_prefill_rows: int = chosen("Number of prompts that may have tokens in one step")
     max_waiting: int | None = option(None, "Number of requests that may wait to run for the first time")
     overtaking_limit: int | None = option(
         None,
@@ -123,15 +129,16 @@ class EngineConfig:
     checked: bool = False
 
     def __post_init__(self) -> None:
-        self._check(values.choice, "prefix_cache", PREFIX_CACHE_MODES)
+        self._check(values.optional_choice, "prefix_cache", PREFIX_CACHE_MODES)
         self._check(values.choice, "policy", POLICIES)
         self._check(values.choice, "speculation", SPECULATIONS)
         self._check(values.choice, "state_dtype", STATE_DTYPES)
         self._check(values.optional_choice, "window_layout", WINDOW_LAYOUTS)
         self._check(values.optional_choice, "state_layout", STATE_LAYOUTS)
-        sizes = ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_rows")
-        for name in (*sizes, "fold_length"):
-            self._check(values.integer, name, 1)
+        self._check(values.integer, "fold_length", 1)
+        for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens"):
+            self._check(values.optional_integer, name, 1)
+        self._check(values.optional_integer, "max_prefill_rows", 1)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             self._check(values.integer, name, 1, LONGEST_LOOKUP)
         for name in ("num_state_blocks", "num_kv_pages", "max_model_len", "checkpoint_interval"):
@@ -140,11 +147,13 @@ class EngineConfig:
             self._check(values.optional_integer, name, 1)
         self._check(values.integer, "num_speculative_tokens", 0)
         self._check(values.number, "memory_fraction", values.FLOAT32_MIN, 1, "in (0, 1]")
-        self._check(values.flag, "async_stepping")
+        if self.async_stepping is not None:
+            self._check(values.flag, "async_stepping")
         self._check(values.flag, "checked")
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         values.require(longest >= shortest, "prompt_lookup_max", f"at least prompt_lookup_min = {shortest}", longest)
         self._check_blocks()
+        self._check_tokens()
 
     def _check(self, check: Callable[..., Any], name: str, *limits: Any) -> None:
         """Checks a field, and replaces it by the plain value that the check returns."""
@@ -152,17 +161,24 @@ class EngineConfig:
 
     def _check_blocks(self) -> None:
         size, page, interval = self.block_size, self.kv_page_size, self.checkpoint_interval
-        if self.prefix_cache != "none":
+        has_boundaries = self.prefix_cache != "none"
+        if has_boundaries and size is not None:
             window = self.num_speculative_tokens + 1
             values.require(size >= window, "block_size", f"at least num_speculative_tokens + 1 = {window}", size)
-            values.require(size % page == 0, "block_size", f"a multiple of kv_page_size = {page}", size)
+            is_multiple = page is None or size % page == 0
+            values.require(is_multiple, "block_size", f"a multiple of kv_page_size = {page}", size)
         if self.policy == "deferred":
-            has_boundaries = self.prefix_cache != "none"
-            check_fold_length("fold_length", self.fold_length, self.num_speculative_tokens, has_boundaries and size)
+            size_of_fold = has_boundaries and size is not None and size
+            check_fold_length("fold_length", self.fold_length, self.num_speculative_tokens, size_of_fold)
             wanted = "None or 'VK' under policy 'deferred'"
             values.require(self.state_layout != "KV", "state_layout", wanted, self.state_layout)
-        is_multiple = interval is None or interval % size == 0
+        is_multiple = interval is None or size is None or interval % size == 0
         values.require(is_multiple, "checkpoint_interval", f"None or a multiple of block_size = {size}", interval)
+
+    def _check_tokens(self) -> None:
+        mixed, tokens = self.max_mixed_tokens, self.max_num_batched_tokens
+        if mixed is not None and tokens is not None:
+            values.require(mixed <= tokens, "max_mixed_tokens", f"at most max_num_batched_tokens = {tokens}", mixed)
 
     @property
     def drafts_with_head(self) -> bool:
@@ -177,7 +193,7 @@ class EngineConfig:
     @property
     def steps_in_flight(self) -> int:
         """How many steps may be unread when another one is dispatched. See `Engine.steps_in_flight` for split models."""
-        return int(self.async_stepping)
+        return int(bool(self.async_stepping))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -294,7 +294,7 @@ class Processes:
 def _facts(worker: ModelWorker, digest_of_weights: bytes) -> dict[str, str]:
     """Returns what must be equal in all processes, so that they compile the same programs."""
     params = [(each.shape, str(each.dtype), str(getattr(each.sharding, "spec", None))) for each in worker.runner.params]
-    parts = worker.model_config, params, worker.align, worker.sizes, type(worker.runner.drafter)
+    parts = worker.model_config, params, worker.config, worker.align, worker.sizes, type(worker.runner.drafter)
     return {
         "versions": f"jax {jax.__version__}, jaxlib {jaxlib.__version__}",
         "device": jax.local_devices()[0].device_kind,

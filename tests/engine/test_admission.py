@@ -47,7 +47,7 @@ BAD_PARAMS = {
     "priority": NOT_INTEGERS,
 }
 BAD_CONFIGS = {
-    "prefix_cache": (None, 1, b"align", ["align"], "some", {}),
+    "prefix_cache": (1, b"align", ["align"], "some", {}),
     "policy": (None, 1, ["copy_free"], "eager"),
     "speculation": (None, 1, ["mtp"], {}, "guess"),
     "state_dtype": (None, np.float32, ["float32"], "int8"),
@@ -55,24 +55,17 @@ BAD_CONFIGS = {
     "state_layout": (1, True, ["VK"], {}, b"KV", "kv", "SD"),
     "memory_fraction": (*NOT_NUMBERS, 0, -1, 1.5),
     "num_speculative_tokens": (*NOT_INTEGERS, -1, 8),
-    "async_stepping": NOT_FLAGS,
+    "async_stepping": tuple(value for value in NOT_FLAGS if value is not None),
     "checked": NOT_FLAGS,
     "checkpoint_interval": ("a", 1.5, 0, -8, 12, True, [8]),
     "prompt_lookup_max": (*NOT_INTEGERS, 0, 1),
+    **dict.fromkeys(("fold_length", "prompt_lookup_min"), (*NOT_INTEGERS, 0, -1, 2**31)),
     **dict.fromkeys(
         (
-            "block_size",
-            "fold_length",
-            "kv_page_size",
-            "prompt_lookup_min",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_prefill_rows",
+            *("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens"),
+            *("max_prefill_rows", "num_state_blocks", "num_kv_pages", "max_model_len", "max_waiting"),
+            "overtaking_limit",
         ),
-        (*NOT_INTEGERS, 0, -1, 2**31),
-    ),
-    **dict.fromkeys(
-        ("num_state_blocks", "num_kv_pages", "max_model_len", "max_waiting", "overtaking_limit"),
         ("a", 1.5, 0, -1, 2**31, True, [1]),
     ),
 }

@@ -364,7 +364,7 @@ def test_programs_have_no_conditional(model):
     ("overrides", "message"),
     [
         (dict(policy="eager"), "policy must be one of .* got 'eager'"),
-        (dict(prefix_cache="some"), r"prefix_cache must be one of \('none', 'align', 'all'\), got 'some'"),
+        (dict(prefix_cache="some"), r"prefix_cache must be None or one of \('none', 'align', 'all'\), got 'some'"),
         (dict(num_speculative_tokens=16), "block_size must be at least num_speculative_tokens . 1 = 17, got 16"),
         (dict(block_size=20), "block_size must be a multiple of kv_page_size = 8, got 20"),
         (dict(checkpoint_interval=24), "checkpoint_interval must be None or a multiple of block_size = 16, got 24"),
@@ -377,7 +377,7 @@ def test_programs_have_no_conditional(model):
             "state_layout must be None or 'VK' under policy 'deferred', got 'KV'",
         ),
         (dict(memory_fraction=1.5), "memory_fraction must be in"),
-        (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
+        (dict(max_num_seqs=0), "max_num_seqs must be None or at least 1, got 0"),
         (dict(max_waiting=0), "max_waiting must be None or at least 1, got 0"),
     ],
 )

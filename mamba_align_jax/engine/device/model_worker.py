@@ -7,8 +7,11 @@ from jax.sharding import Mesh
 
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.device.command_thread import is_slow_to_start
+from mamba_align_jax.engine.device.defaults import complete, scratch_bytes
+from mamba_align_jax.engine.device.explanation import Explanation
+from mamba_align_jax.engine.device.model_facts import facts_of
 from mamba_align_jax.engine.device.runner import StepRunner
-from mamba_align_jax.engine.device.sizing import PoolSizes, align_config, check_memory, pool_sizes
+from mamba_align_jax.engine.device.sizing import DeviceMemory, PoolSizes, align_config, check_memory, pool_sizes
 from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
@@ -20,8 +23,9 @@ class ModelWorker:
     """A model on the devices of this process, with pools, ready to run steps.
 
     Attributes:
-        config: The engine's configuration.
+        config: The engine's configuration, complete.
         model_config: The model's configuration.
+        explanation: What was chosen, and what fits.
         align: How states are kept.
         sizes: Sizes of the pools, on one device.
         drafters: The drafter on the host, which can't change its arguments, and the one on the device.
@@ -54,12 +58,16 @@ class ModelWorker:
         Raises:
             ValueError: As for `Engine`.
         """
-        self.config, self.model_config = config, model.config
+        self.model_config = model.config
         model = with_pool_layouts(model, config.window_layout, config.state_layout)
         layout, devices, own = None, (), model
         if mesh is not None:
             model, layout = shard_model(model, mesh)
             devices, own = mesh.local_devices, share(model)
+        memory, facts = DeviceMemory.of(devices), facts_of(own)
+        on_host = drafter is not None and not isinstance(drafter, DeviceDrafter)
+        config, reasons = complete(config, own, facts, memory, drafts_on_host=on_host)
+        self.config = config
         self.align = align_config(config, own)
         self.drafters = choose_drafter(config, model, drafter)
         if self.drafters.host is not None:
@@ -68,8 +76,10 @@ class ModelWorker:
         launches_ahead = config.async_stepping and may_launch_ahead and is_slow_to_start(mesh)
         # While the devices run one step, the next one is started, and the step before is read.
         self.steps_in_flight = config.steps_in_flight + launches_ahead
-        options = dict(drafter=self.drafters.device, steps_in_flight=self.steps_in_flight)
-        self.sizes = agree(pool_sizes(self.align, config, own, devices, **options))
+        scratch = scratch_bytes(config, own, facts)
+        options = dict(drafter=self.drafters.device, reserved_bytes=scratch, steps_in_flight=self.steps_in_flight)
+        self.sizes = agree(pool_sizes(self.align, config, own, memory, **options))
+        self.explanation = Explanation.of(config, reasons, self.align, self.sizes, memory, facts, scratch)
         check_memory(self.align, config, self.sizes, model.config.vocab_size, devices)
         self.runner = make_runner(
             model,
@@ -78,6 +88,7 @@ class ModelWorker:
             config.kv_page_size,
             config.max_prefill_rows,
             config.max_num_batched_tokens,
+            config.max_mixed_tokens,
             drafter=self.drafters.device,
             layout=layout,
             launches_ahead=launches_ahead,

@@ -85,6 +85,7 @@ class StepRunner:
         kv_page_size: int,
         max_prefill_rows: int,
         max_num_batched_tokens: int,
+        max_mixed_tokens: int | None = None,
         *,
         drafter: DeviceDrafter | None = None,
         layout: Layout | None = None,
@@ -99,6 +100,7 @@ class StepRunner:
             kv_page_size: Number of tokens of a KV page.
             max_prefill_rows: Number of prefill rows of a step.
             max_num_batched_tokens: Number of tokens of these rows.
+            max_mixed_tokens: Their number in a step that has decode rows too; None is the same.
             drafter: Proposes drafts inside the step; None if no drafter runs on the device.
             layout: How the arrays lie, for a model that is split over devices; `align` and `sizes` are then those of one
                 device.
@@ -107,6 +109,7 @@ class StepRunner:
         self.align = align
         self.max_prefill_rows = max_prefill_rows
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_mixed_tokens = max_mixed_tokens or max_num_batched_tokens
         self._graph, self.params = Graph.split(model)
         self._vocab_size, self._ends = model.config.vocab_size, end_tokens(model.config)
         self._kv_spec = pages_spec(model, drafter)
@@ -282,7 +285,8 @@ class StepRunner:
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The sizes of every program that a plan can need."""
-        return all_buckets(self.align.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
+        sizes = self.max_prefill_rows, self.max_num_batched_tokens, self.max_mixed_tokens
+        return all_buckets(self.align.max_num_seqs, *sizes)
 
     def trace(self, bucket: Bucket) -> jax.stages.Traced:
         """Traces one program. If it is lowered and compiled, the first step that needs it finds it compiled."""

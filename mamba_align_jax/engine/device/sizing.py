@@ -38,6 +38,35 @@ class PoolSizes:
     kv_page_bytes: int
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of the device that has the least, as JAX reports it.
+
+    Attributes:
+        kind: The device's kind, as JAX names it.
+        limit: Bytes that JAX may use; None if the device reports none, as a CPU.
+        free: Those that nothing uses yet; None as for `limit`.
+    """
+
+    kind: str
+    limit: int | None = None
+    free: int | None = None
+
+    @classmethod
+    def of(cls, devices: Sequence[jax.Device] = ()) -> "DeviceMemory":
+        """Reads the memory of the devices, or of JAX's first one if there are none."""
+        found = [(device.device_kind, device.memory_stats() or {}) for device in devices or jax.devices()[:1]]
+        kind, stats = min(found, key=lambda each: each[1].get("bytes_limit", math.inf))
+        if "bytes_limit" not in stats:
+            return cls(kind)
+        return cls(kind, stats["bytes_limit"], min(s["bytes_limit"] - s.get("bytes_in_use", 0) for _, s in found))
+
+
+def without_interior(model: ServedModel) -> list[str]:
+    """Returns the layers of a model that keep no boundaries inside a chunk. A model that does not say is taken to be one."""
+    return model.without_interior() if hasattr(model, "without_interior") else [type(model).__name__]
+
+
 def align_config(config: EngineConfig, model: ServedModel) -> AlignConfig:
     """Returns how the model's states are kept. The model already has the layouts of the configuration.
 
@@ -46,8 +75,7 @@ def align_config(config: EngineConfig, model: ServedModel) -> AlignConfig:
         UnsupportedError: The mode is "all", and a layer keeps no boundaries inside a chunk.
     """
     if config.prefix_cache == "all":
-        # A model that does not say is taken to keep none.
-        lossy = model.without_interior() if hasattr(model, "without_interior") else [type(model).__name__]
+        lossy = without_interior(model)
         if lossy:
             raise UnsupportedError(
                 "prefix_cache must be 'align' or 'none' for layers that keep no boundaries inside a chunk, got 'all' and "
@@ -75,35 +103,29 @@ def pages_spec(model: ServedModel, drafter: DeviceDrafter | None = None) -> KVSp
     return replace(spec, num_layers=spec.num_layers + (drafter.num_kv_layers if drafter else 0))
 
 
-def free_bytes(device: jax.Device) -> int | None:
-    """Returns the unused bytes of a device's memory; None if the device doesn't report them, as a CPU."""
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-
-
 def pool_sizes(
     align: AlignConfig,
     config: EngineConfig,
     model: ServedModel,
-    devices: Sequence[jax.Device] = (),
+    memory: DeviceMemory,
     *,
     drafter: DeviceDrafter | None = None,
-    weight_bytes: int = 0,
+    reserved_bytes: int = 0,
     steps_in_flight: int | None = None,
 ) -> PoolSizes:
     """Returns the configured sizes, or as many blocks and pages as fit.
 
-    There is one state block for every `block_size` tokens of pages, besides those that running requests hold.
+    States and pages get the same number of bytes, unless running requests need more states. So whatever mixture is right for
+    the traffic, at least half of it fits.
 
     Args:
         align: How states are kept.
-        config: The engine's configuration.
+        config: The engine's configuration, complete.
         model: The model, or one device's share of it.
-        devices: The device with the least free memory decides. If empty, JAX's first device decides.
+        memory: The memory of the device with the least.
         drafter: The drafter on the device, which may keep layers of keys and values.
-        weight_bytes: Bytes of weights that are not in the device's memory yet.
+        reserved_bytes: Bytes of the free memory that the pools must leave: what a step needs, and weights that are not in
+            the device's memory yet.
         steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread; None is the
             configuration's number.
 
@@ -118,16 +140,19 @@ def pool_sizes(
     running, blocks_per_request = config.max_num_seqs * held + chunks, held + chunks
     tokens_per_block = align.max_model_len if align.mode == "none" else align.block_size
     pages_per_block = -(-tokens_per_block // config.kv_page_size)
-    free = map(free_bytes, devices or jax.devices()[:1])
-    available = min((size for size in free if size is not None), default=None)
-    if available is None:
+    if memory.free is None:
         columns = 4 * config.max_num_seqs * math.ceil(align.max_model_len / tokens_per_block)
+        blocks = config.num_state_blocks or 1 + running + (0 if align.mode == "none" else columns)
+        pages = config.num_kv_pages or 1 + columns * pages_per_block
     else:
-        budget = int(config.memory_fraction * max(available - weight_bytes, 0)) - running * align.bytes_per_block
-        budget -= align.ring_bytes
-        columns = max(budget, 0) // (align.bytes_per_block + pages_per_block * page_bytes)
-    blocks = config.num_state_blocks or 1 + running + (0 if align.mode == "none" else columns)
-    pages = config.num_kv_pages or 1 + columns * pages_per_block
+        budget = int(config.memory_fraction * max(memory.free - reserved_bytes, 0)) - align.ring_bytes
+        of_pages = min(budget // 2, budget - running * align.bytes_per_block) if page_bytes else 0
+        if config.num_kv_pages is not None:
+            of_pages = config.num_kv_pages * page_bytes
+        fits = 0 if align.mode == "none" else (budget - of_pages) // align.bytes_per_block
+        blocks = config.num_state_blocks or max(fits, 1 + running)
+        left = max(budget - blocks * align.bytes_per_block, 0)
+        pages = config.num_kv_pages or (left // page_bytes if page_bytes else blocks * pages_per_block)
     least = 1 + blocks_per_request
     values.require(blocks >= least, "num_state_blocks", f"at least {least} for one request", blocks)
     values.require(pages >= 2, "num_kv_pages", "at least 2", pages)

@@ -50,11 +50,12 @@ class EngineCore:
     `Engine` holds it, as do the other parts that change what is in it. They change it inside `alone`, and read it anywhere.
 
     Attributes:
-        config: The engine's configuration.
+        config: The engine's configuration, complete.
         model_config: The model's configuration.
         tokenizer: Turns text into token ids and back; None if there is none.
         align: How states are kept.
         sizes: Sizes of the pools, on one device.
+        explanation: What was chosen, and what fits.
         cache: Assigns blocks and pages to requests.
         scheduler: Plans steps.
         runner: Runs them.
@@ -75,6 +76,7 @@ class EngineCore:
         """Makes the core of an engine over a model that is on its devices."""
         self.config, self.model_config, self.tokenizer = worker.config, worker.model_config, tokenizer
         self.align, self.sizes, self.runner = worker.align, worker.sizes, worker.runner
+        self.explanation = worker.explanation
         self.steps_in_flight, self._drafter = worker.steps_in_flight, worker.drafters.host
         config = self.config
         self._watch = None
@@ -128,6 +130,7 @@ class EngineCore:
             self._drafter,
             config.num_speculative_tokens,
             self.waiting,
+            max_mixed_tokens=config.max_mixed_tokens,
             counters=self.counters,
             fold=lambda slot: self.runner.fold(slot),
         )

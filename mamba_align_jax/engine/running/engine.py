@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.hybrid import CachedPrefix, HybridCache
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.engine.device.explanation import Explanation
 from mamba_align_jax.engine.device.model_worker import ModelWorker
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
 from mamba_align_jax.engine.running.admission import params_for, seeded
@@ -40,7 +41,7 @@ class Engine:
     those that ran are queued again. docs/errors.md says what happens in which case.
 
     Attributes:
-        config: The engine's configuration.
+        config: The engine's configuration, with what the engine has chosen where it was left out.
         model_config: The model's configuration.
         tokenizer: Turns text into token ids and back, for `generate`; None if there is none.
         align: How states are kept.
@@ -64,7 +65,7 @@ class Engine:
 
         Args:
             model: A model as `load_model` returns it, or another `ServedModel`.
-            config: The engine's configuration; None takes the defaults.
+            config: The engine's configuration. What it leaves out is chosen for the model and the device: see `explain`.
             drafter: Proposes draft tokens instead of the drafter that `config` asks for. Under asynchronous stepping,
                 and with the model's draft head, drafts are made on the device, and it must be a `DeviceDrafter`.
             tokenizer: With one, `generate` takes and returns text besides token ids.
@@ -113,7 +114,7 @@ class Engine:
 
         Args:
             path: The directory.
-            config: The engine's configuration; None takes the defaults.
+            config: As for the engine itself.
             dtype: The model's dtype; None keeps that of the files.
             progress: Called after each parameter with the number of parameters read so far and the number of all.
 
@@ -124,6 +125,10 @@ class Engine:
         values.instance("path", path, str, Path)
         values.require(callable(progress), "progress", "a function", progress)
         return cls(load_model(path, dtype, progress), config, tokenizer=load_tokenizer(path))
+
+    def explain(self) -> Explanation:
+        """Returns what the engine has chosen and why, and what fits. `print(engine.explain())` shows it as a table."""
+        return self.core.explanation
 
     @property
     def cache(self) -> HybridCache:

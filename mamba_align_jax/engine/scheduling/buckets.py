@@ -91,20 +91,21 @@ def programs_of(buckets: Iterable[Bucket], *, draws: bool = True, full: bool = F
 
 
 @functools.lru_cache
-def all_buckets(max_num_seqs: int, max_prefill_rows: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
+def all_buckets(
+    max_num_seqs: int, max_prefill_rows: int, max_num_batched_tokens: int, max_mixed_tokens: int | None = None
+) -> tuple[Bucket, ...]:
     """Returns every bucket that a plan can need, up to the level `Level.DRAW`: see "Programs" in docs/scheduling.md.
 
     Args:
         max_num_seqs: Number of requests that run at once.
         max_prefill_rows: Number of prefill rows of a step.
         max_num_batched_tokens: Number of tokens of these rows.
+        max_mixed_tokens: Their number in a step that has decode rows too; None is the same.
     """
-    prefill = [
-        Bucket(rows, max_prefill_rows, tokens, level)
-        for tokens in prefill_sizes(max_num_batched_tokens)
-        for rows in (0, *mixed_sizes(max_num_seqs))
-        for level in LISTED
-    ]
+    sizes = [(0, tokens) for tokens in prefill_sizes(max_num_batched_tokens)]
+    mixed = prefill_sizes(max_mixed_tokens or max_num_batched_tokens)
+    sizes += [(rows, tokens) for tokens in mixed for rows in mixed_sizes(max_num_seqs)]
+    prefill = [Bucket(rows, max_prefill_rows, tokens, level) for rows, tokens in sizes for level in LISTED]
     decode = [Bucket(rows, 0, 0, level) for rows in decode_sizes(max_num_seqs) for level in LISTED]
     return (*prefill, *decode)
 

@@ -136,6 +136,7 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         waiting: WaitingQueue | None = None,
         *,
+        max_mixed_tokens: int | None = None,
         counters: Counters | None = None,
         fold: Callable[[int], object] = lambda slot: None,
     ) -> None:
@@ -149,6 +150,7 @@ class Scheduler:
             drafter: Proposes drafts on the host; None if the device drafts, or if nothing does.
             num_speculative_tokens: Largest number of drafts per row, K.
             waiting: The queue of requests; a new one without limits if None.
+            max_mixed_tokens: Number of tokens of the prefill rows in a step that has decode rows too; None is the same.
             counters: The engine's counters, in which preemptions are counted; new ones if None.
             fold: Starts the fold of a slot under policy "deferred", whose request leaves on a boundary that no step has
                 folded.
@@ -156,6 +158,7 @@ class Scheduler:
         self.cache = cache
         self.max_prefill_rows = max_prefill_rows
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_mixed_tokens = max_mixed_tokens
         self.drafter = drafter
         self.num_speculative_tokens = num_speculative_tokens
         self.waiting = WaitingQueue() if waiting is None else waiting
@@ -308,7 +311,7 @@ class Scheduler:
         return self.drafter.draft(request.id, request.tokens, max_drafts)[:max_drafts]
 
     def _plan_prefill(self, plan: Plan) -> None:
-        budget, blocked = self.max_num_batched_tokens, plan.is_short
+        budget, blocked = self._budget(plan), plan.is_short
         for request in self.running:
             self.current = request
             if request.is_prefilling:
@@ -338,6 +341,11 @@ class Scheduler:
             self.waiting.remove(request)
             insort(self.running, request, key=by_rank)
 
+    def _budget(self, plan: Plan) -> int:
+        """Returns the number of prompt tokens of a step with the plan's decode rows."""
+        mixed, most = self.max_mixed_tokens, self.max_num_batched_tokens
+        return most if mixed is None or not plan.decode else min(mixed, most)
+
     def _lookup(self, request: Request) -> HybridHit:
         salt = request.params.cache_salt.encode()
         if request.lacks_prompt_logprobs:
@@ -355,7 +363,7 @@ class Scheduler:
             return 0, False
         start = request.min_computed
         stops = request.keep.stops(start) if request.keep else ()
-        end = self.cache.chunk_end(start, budget, self.max_num_batched_tokens, request.prefill_end, stops)
+        end = self.cache.chunk_end(start, budget, self._budget(plan), request.prefill_end, stops)
         if end == 0:
             return 0, False
         masks = None
