@@ -60,8 +60,10 @@ def instant_step(
 def make_engine(rows: int, drafts: int = 0, prompts: Iterable[list[int]] = ()) -> Engine:
     """Makes an engine with `rows` requests in the middle of their answers, to the first of `prompts` or to short ones."""
     config = EngineConfig(
+        prefix_cache="align",
         async_stepping=True,
         block_size=512,
+        kv_page_size=16,
         max_num_seqs=rows,
         max_num_batched_tokens=2048,
         max_model_len=2 * _PREFIX,

@@ -24,7 +24,8 @@ TOKENS = 16384  # that the request of a case "held" generates
 
 def make_spec(model: str, policy: str, drafts: int, block_size: int) -> AlignConfig:
     """Returns how an engine keeps the states of a model, whose weights are not made."""
-    config = EngineConfig(block_size=block_size, num_speculative_tokens=drafts, policy=policy)
+    fields = dict(prefix_cache="align", max_num_seqs=8, num_speculative_tokens=drafts, policy=policy)
+    config = EngineConfig(block_size=block_size, **fields)
     return align_config(config, nnx.eval_shape(lambda: Model(MODELS[model], nnx.Rngs(0))))
 
 

@@ -52,7 +52,9 @@ def _say(options: argparse.Namespace, what: str) -> None:
 def _config(options: argparse.Namespace, is_async: bool) -> EngineConfig:
     length = _length(options)
     return EngineConfig(
+        prefix_cache="align",
         block_size=_CHUNK,
+        kv_page_size=16,
         max_num_batched_tokens=_CHUNK,
         max_prefill_rows=1,
         max_num_seqs=options.rows,

@@ -58,7 +58,9 @@ def _prompts(rows: int, length: int, vocab: int) -> list[list[int]]:
 
 def _config(rows: int, length: int, drafts: int, speculation: str) -> EngineConfig:
     return EngineConfig(
+        prefix_cache="align",
         block_size=_CHUNK,
+        kv_page_size=16,
         max_num_batched_tokens=_CHUNK,
         max_num_seqs=rows,
         max_model_len=length,

@@ -37,6 +37,7 @@ _PAGE, _BLOCK = 16, 64
 def _engine(model: Any, devices: int, options: argparse.Namespace) -> Engine:
     length = max(options.tokens) + 2 * _BLOCK
     config = EngineConfig(
+        prefix_cache="align",
         block_size=_BLOCK,
         kv_page_size=_PAGE,
         checkpoint_interval=options.interval,

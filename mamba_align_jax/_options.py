@@ -17,7 +17,7 @@ def option(default: Any, about: str, choices: Collection[str] = ()) -> Any:
 
 def chosen(about: str, choices: Collection[str] = ()) -> Any:
     """Returns a field that is an option, whose value is chosen later if it is left out. Its type is that of the value."""
-    return option(None, f"{about} (default: chosen for the model and the device)", choices)
+    return field(default=None, metadata={"about": about, "choices": tuple(choices), "is_chosen": True})
 
 
 def add_fields(
@@ -31,6 +31,8 @@ def add_fields(
         default = (defaults or {}).get(item.name, item.default)
         name = "--" + f"{prefix}{item.name}".replace("_", "-")
         about = item.metadata["about"].replace("%", "%%")
+        if default is None and "is_chosen" in item.metadata:
+            about += " (default: chosen for the model and the device)"
         if item.type is bool:
             action: Any = argparse.BooleanOptionalAction if default is None else "store_true"
             group.add_argument(name, action=action, default=default, help=about)

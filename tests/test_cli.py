@@ -61,6 +61,16 @@ def test_info_prints_state_sizes_and_layers(capsys, monkeypatch):
     assert "3 gdn, 1 attention" in out
 
 
+def test_info_plans_for_another_gpu_without_loading_weights(capsys):
+    assert main(["info", "--model", TINY, "--json", "--gpu-memory-gb", "80", "--max-num-seqs", "7"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["client_bytes"] == 0.92 * 80e9
+    assert found["state_bytes"] + found["page_bytes"] > 0.9 * found["client_bytes"]
+    assert found["chosen"]["async_stepping"]["value"] is True
+    assert "max_num_seqs" not in found["chosen"]
+    assert (found["longest_requests"], found["layers"]) == (7, {"gdn": 3, "attention": 1})
+
+
 def test_info_works_for_a_model_without_attention(capsys):
     assert main(["info", "--model", str(DATA / "mamba")]) == 0
     assert "3 mamba1" in capsys.readouterr().out
@@ -74,7 +84,9 @@ def test_info_works_for_a_model_without_attention(capsys):
         ["generate", "--prompt", "x", "--max-tokens", "-1"],
         ["generate", "--prompt", "x", "--max-tokens", "100000000"],
         ["demo", "--json", "/nowhere/demo.json"],
-        ["info", "--block-size", "3"],
+        ["info", "--block-size", "3", "--kv-page-size", "2"],
+        ["info", "--gpu-memory-utilization", "1.5"],
+        ["info", "--gpu-memory-gb", "0.001"],
     ],
 )
 def test_bad_input_prints_one_line_and_returns_status_2(arguments, capsys):

@@ -79,8 +79,7 @@ class EngineConfig:
     """
 
     prefix_cache: str = chosen(
-        '"align" keeps states at block boundaries where chunks of prompts end, "all" at every boundary, "none" nowhere',
-        PREFIX_CACHE_MODES,
+        '"align" keeps states at block boundaries where chunks of prompts end', PREFIX_CACHE_MODES
     )
     policy: str = option("copy_free", '"copy_free", "pre_copy" or "deferred": see docs/scheduling.md', POLICIES)
     fold_length: int = option(16, 'Number of tokens between the states that policy "deferred" writes')

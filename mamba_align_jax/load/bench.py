@@ -5,7 +5,6 @@ The command line reads the options of this file, so JAX is imported only to run 
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,10 @@ COMPARED_MODES: dict[str, dict[str, Any]] = {
     "align/copy_free": dict(prefix_cache="align", policy="copy_free"),
 }
 # Those that the benchmark can measure besides, with models that serve them.
-MODES = COMPARED_MODES | {"align/deferred": dict(prefix_cache="align", policy="deferred")}
+MODES = COMPARED_MODES | {
+    "align/deferred": dict(prefix_cache="align", policy="deferred"),
+    "all": dict(prefix_cache="all"),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", **number, default=64, help="tokens of each answer")
     parser.add_argument("--turns", **number, default=1, help="turns of each conversation, which share no prefix")
     parser.add_argument("--seed", **number, default=13)
-    parser.add_argument("--block-size", **number, default=64, help="tokens per state block")
-    parser.add_argument("--max-num-batched-tokens", **number, default=512, help="tokens of a step")
+    parser.add_argument("--block-size", **number, help="tokens per state block; default: chosen")
+    parser.add_argument("--max-num-batched-tokens", **number, help="tokens of a step; default: chosen")
     parser.add_argument("--json", metavar="FILE", help="write the table's numbers to FILE, a JSON object in each line")
 
 
@@ -53,13 +55,11 @@ def _plan(options: argparse.Namespace) -> tuple[Workload, Loop, dict[str, Any]]:
     else:
         workload = PrefixRepetition(prompts=options.prompts, prefix=options.prefix, suffix=suffix, output=output)
     loop = ClosedLoop(options.concurrency) if options.rate is None else OpenLoop(options.rate, seed)
-    page = math.gcd(16, options.block_size)
     fields: dict[str, Any] = dict(
         block_size=options.block_size,
-        kv_page_size=page,
         max_num_seqs=options.concurrency,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=-(-workload.longest // page) * page,
+        max_model_len=workload.longest,
     )
     return workload, loop, fields
 

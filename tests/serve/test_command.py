@@ -41,7 +41,7 @@ def test_the_help_has_each_field(kind, prefix):
     shown = " ".join(parser.format_help().split())
     found = [item for item in fields(kind) if item.metadata]
     assert {item.name for item in fields(kind)} - {item.name for item in found} <= {
-        *("prompt_lookup_max", "prompt_lookup_min", "checked")
+        *("prompt_lookup_max", "prompt_lookup_min", "checked", "memory_fraction")
     }
     for item in found:
         assert f"{prefix}{item.name.replace('_', '-')} " in shown
@@ -58,7 +58,7 @@ def test_the_help_says_the_defaults_of_the_command():
     command.add_options(parser)
     shown = " ".join(parser.format_help().split())
     assert "Number of connections that are open at once (default: 1024)" in shown
-    assert "Number of requests that run at once (default: 8)" in shown
+    assert "Number of requests that run at once (default: chosen for the model and the device)" in shown
     assert "Number of requests that may wait to run for the first time (default: 1024)" in shown
 
 
@@ -66,7 +66,7 @@ def test_options_are_the_engines_and_the_servers(tmp_path):
     file = tmp_path / "keys"
     file.write_text("sk-b\n\n sk-c \n")
     given = options(
-        *("--max-num-seqs", "3", "--memory-fraction", "0.5", "--async-stepping", "--speculation", "mtp"),
+        *("--max-num-seqs", "3", "--async-stepping", "--speculation", "mtp"),
         *("--api-key", "sk-a", "--api-key-file", str(file), "--limit-body-bytes", "100", "--limit-call-s", "7.5"),
         *("--window-layout", "DS", "--state-layout", "VK", "--kv-page-size", "32"),
         *("--policy", "deferred", "--fold-length", "32"),
@@ -87,7 +87,6 @@ def test_options_are_the_engines_and_the_servers(tmp_path):
     assert found == [
         EngineConfig(
             max_num_seqs=3,
-            memory_fraction=0.5,
             async_stepping=True,
             speculation="mtp",
             max_waiting=1024,
@@ -133,7 +132,7 @@ def test_sampling_defaults_are_the_models(tmp_path):
         (["--api-key", "a b\n"], "api_keys must be"),
         (["--api-key-file", "/nowhere"], "No such file"),
         (["--api-key-file", "/dev/null"], "api_key_file must have a key"),
-        (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be None or at least 1"),
         (["--port", "-1"], "port must be at least 0, got -1"),
         (["--port", "65536"], "port must be at most 65535, got 65536"),  # the system would take port 0
     ],

@@ -67,8 +67,8 @@ def speed_of(kind: str) -> Speed:
 def scratch_bytes(config: EngineConfig, model: ServedModel, facts: ModelFacts) -> int:
     """Returns what a step needs besides weights and pools at most, with the sizes of a configuration that is complete.
 
-    These are the activations of its prompt tokens, at most four of the widest at a time, and its rows' logits, of which sampling
-    has four copies.
+    These are the activations of its prompt tokens, at most four of the widest at a time, and its rows' logits, of which
+    sampling has four copies.
     """
     activations = 4 * config.max_num_batched_tokens * facts.widest * 2
     rows = config.max_num_seqs * (1 + config.num_speculative_tokens) + config.max_prefill_rows
