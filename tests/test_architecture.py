@@ -82,6 +82,7 @@ MAY_IMPORT = {
     "mamba_align_jax.integrations": ("pallas_kernels", "mamba_align_jax.engine"),
     "mamba_align_jax.cli": (
         "mamba_align_jax",
+        "mamba_align_jax._options",
         "mamba_align_jax._values",
         "mamba_align_jax.errors",
         "mamba_align_jax.data",
