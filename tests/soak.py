@@ -40,7 +40,7 @@ from mamba_align_jax.models import load_model
 STUTTER = 2
 LONGEST_ANSWER = 24
 STUB = dict(block_size=8, kv_page_size=4, max_num_seqs=12, max_num_batched_tokens=96, max_model_len=96)
-STUB |= dict(num_state_blocks=64, num_kv_pages=100, prompt_lookup_min=1)
+STUB |= dict(num_state_blocks=64, num_kv_pages=100, prompt_lookup_min=1, prefix_cache="align", async_stepping=False)
 DRAFTS = dict(num_speculative_tokens=4)
 STUB_CONFIGS = {
     "copy_free": dict(),
@@ -57,7 +57,7 @@ STUB_CONFIGS = {
     "every boundary": dict(prefix_cache="all", **DRAFTS),
 }
 MODEL = dict(block_size=16, kv_page_size=8, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=192)
-MODEL |= dict(num_state_blocks=40, num_kv_pages=70, prompt_lookup_min=1)
+MODEL |= dict(num_state_blocks=40, num_kv_pages=70, prompt_lookup_min=1, prefix_cache="align", async_stepping=False)
 MODEL_CONFIGS = {
     "copy_free, drafts": DRAFTS,
     "pre_copy": dict(policy="pre_copy"),

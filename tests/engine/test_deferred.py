@@ -23,6 +23,7 @@ SPELLER = Speller(adds=True)
 next_token = functools.partial(next_of_any, adds=True)
 SIZES = dict(policy="deferred", fold_length=8, block_size=16, kv_page_size=4, max_num_seqs=3, max_model_len=128)
 SIZES |= dict(max_num_batched_tokens=32, num_kv_pages=120, num_state_blocks=30, num_speculative_tokens=3, checked=True)
+SIZES |= dict(prefix_cache="align", async_stepping=False)
 pytestmark = pytest.mark.usefixtures("one_program")
 BOTH = pytest.mark.parametrize("stepping", [dict(), dict(async_stepping=True)], ids=["sync", "async"])
 

@@ -22,7 +22,7 @@ from mamba_align_jax.models import load_model
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 # One set of sizes, so that the programs of a mode are compiled once for all tests.
 SIZES = dict(block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=160)
-SIZES |= dict(num_state_blocks=60, num_kv_pages=90)
+SIZES |= dict(num_state_blocks=60, num_kv_pages=90, prefix_cache="align", async_stepping=False)
 MODES = {
     "none": dict(prefix_cache="none"),
     "pre_copy": dict(policy="pre_copy"),

@@ -31,6 +31,7 @@ CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 K, PAGE = 3, 8
 SIZES = dict(block_size=8, kv_page_size=PAGE, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=96)
 SIZES |= dict(num_speculative_tokens=K, speculation="mtp", num_state_blocks=26, num_kv_pages=24, checked=True)
+SIZES |= dict(prefix_cache="align")
 pytestmark = pytest.mark.usefixtures("fewest_programs")
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 

@@ -21,6 +21,7 @@ CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 K = 7
 SIZES = dict(block_size=8, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=96)
 SIZES |= dict(num_speculative_tokens=K, num_state_blocks=34, num_kv_pages=24, checked=True)
+SIZES |= dict(prefix_cache="align", async_stepping=False)
 pytestmark = pytest.mark.usefixtures("fewest_programs")
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 # How many drafts a verify row gets, and how many of them are right.
@@ -71,7 +72,7 @@ def make(request, model):
 def make_async(model):
     """Makes engines that dispatch a step before the tokens of the last one are read."""
 
-    return lambda drafter=None: Engine(model, EngineConfig(async_stepping=True, **SIZES), drafter=drafter)
+    return lambda drafter=None: Engine(model, EngineConfig(**SIZES | dict(async_stepping=True)), drafter=drafter)
 
 
 def undrafted(make, prompts, params=GREEDY):
@@ -314,6 +315,6 @@ def test_wrong_numbers_of_drafts_and_drafters_raise(model):
         engine.add_request([1], SamplingParams(num_speculative_tokens=8))
     assert not engine.has_unfinished
     with pytest.raises(ValueError, match="drafter must be None or a DeviceDrafter under async_stepping"):
-        Engine(model, EngineConfig(async_stepping=True, **SIZES), drafter=foresight([]))
+        Engine(model, EngineConfig(**SIZES | dict(async_stepping=True)), drafter=foresight([]))
     with pytest.raises(ValueError, match="num_speculative_tokens must be None or at least 0, got -1"):
         SamplingParams(num_speculative_tokens=-1)

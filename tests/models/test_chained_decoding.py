@@ -41,7 +41,10 @@ def chains(monkeypatch):
 @pytest.mark.parametrize("requests", [1, 3])
 def test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(chains, rng, requests, model):
     config = EngineConfig(
+        prefix_cache="align",
+        async_stepping=False,
         block_size=64,
+        kv_page_size=16,
         max_num_seqs=4,
         max_num_batched_tokens=64,
         max_model_len=256,

@@ -17,7 +17,9 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 
 def engine_over(devices, model, drafts):
     config = EngineConfig(
+        prefix_cache="align",
         block_size=64,
+        kv_page_size=16,
         max_num_batched_tokens=256,
         max_num_seqs=8,
         max_model_len=512,
