@@ -17,7 +17,8 @@ class BlockPool:
 
     Each block is in one of three states. It is held if it has at least one holder. It is cached if it has no holder but
     can still be found by its key. Otherwise it is free. When no free block is left, `allocate` evicts cached blocks,
-    the least recently used first.
+    the least recently used first. A key may be expendable: `allocate` evicts the cached blocks of all expendable keys before
+    it evicts another one.
 
     A lookup of a key returns the first block that was published under it. A held block that is published later under
     the same key is kept as a spare. A spare replaces the first block if that one is evicted. When a spare is released,
@@ -52,7 +53,10 @@ class BlockPool:
         self._on_eviction = on_eviction
         self._free = list(range(num_blocks - 1, 0, -1))
         self._holders: dict[int, int] = {}
+        # The cached blocks of expendable keys, and all other ones, each in the order in which they will be evicted.
+        self._cached_expendable: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._expendable: set[bytes] = set()
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._spares: dict[bytes, list[int]] = {}
@@ -63,7 +67,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """The number of blocks that `allocate` could hand out: the free ones and the cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     @property
     def num_held(self) -> int:
@@ -73,7 +77,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """The number of blocks that have no holder but are still cached, so that a lookup can return them."""
-        return len(self._cached)
+        return len(self._cached) + len(self._cached_expendable)
 
     @property
     def keys(self) -> frozenset[bytes]:
@@ -81,16 +85,22 @@ class BlockPool:
         return frozenset(self._block_of)
 
     @property
+    def expendable_keys(self) -> frozenset[bytes]:
+        """Those of the keys that are expendable."""
+        return frozenset(self._expendable)
+
+    @property
     def published(self) -> list[tuple[bytes, int]]:
         """Every key that can be found, with its block: first the cached ones, in the order in which they will be evicted.
 
         Those whose blocks are held follow, and those with spares, which replace an evicted block. Of these, the key that
-        became findable last comes first, so that a prefix's last page does.
+        became findable last comes first, so that a prefix's last page does. Expendable keys come before all others.
         """
         stays = lambda key, block: block in self._holders or key in self._spares
         held = [(key, block) for key, block in self._block_of.items() if stays(key, block)]
-        cached = [(self._key_of[block], block) for block in self._cached]
-        return [pair for pair in cached if not stays(*pair)] + held[::-1]
+        cached = [(self._key_of[block], block) for block in (*self._cached_expendable, *self._cached)]
+        pairs = [pair for pair in cached if not stays(*pair)] + held[::-1]
+        return sorted(pairs, key=lambda pair: pair[0] not in self._expendable)
 
     def watch(self, observer: Callable[[bytes, bool], object]) -> None:
         """Calls a function from now on as `on_lost` is called, after those that were given before."""
@@ -106,7 +116,8 @@ class BlockPool:
             raise ValueError(f"allocate: count must be a whole number, at least 0, got {count!r}")
         values.require(isinstance(hits, Sequence), "fits: hits", "a sequence of block ids", hits)
         blocks = [block for block in hits if type(block) is int]
-        return count + sum(map(self._cached.__contains__, blocks)) <= self.num_available
+        unheld = sum(map(self._cached.__contains__, blocks)) + sum(map(self._cached_expendable.__contains__, blocks))
+        return count + unheld <= self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
         """Returns `count` blocks, each with one holder. Returns None and changes nothing if there are fewer.
@@ -158,15 +169,15 @@ class BlockPool:
         Raises:
             ValueError: A block is neither held nor cached. Nothing has changed.
         """
-        holders, cached = self._holders, self._cached
+        holders, cached, expendable = self._holders, self._cached, self._cached_expendable
         for block in blocks:
-            if type(block) is not int or (block not in holders and block not in cached):
+            if type(block) is not int or not (block in holders or block in cached or block in expendable):
                 raise ValueError(f"hold: block must be held or cached, got {block!r}")
         for block in blocks:
             before = holders.get(block, 0)
             holders[block] = before + 1
             if not before:
-                del cached[block]
+                del (cached if block in cached else expendable)[block]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Removes one holder from each block. Blocks that become cached will be evicted in the given order.
@@ -185,12 +196,13 @@ class BlockPool:
                 continue
             del self._holders[block]
             if block in self._key_of:
-                self._cached[block] = None
+                self._queue(self._key_of[block])[block] = None
                 continue
             if block in self._spare_key:
-                first = self._block_of[self._remove_spare(block)]
-                if first in self._cached:
-                    self._cached.move_to_end(first)
+                key = self._remove_spare(block)
+                first, queue = self._block_of[key], self._queue(key)
+                if first in queue:
+                    queue.move_to_end(first)
             self._free.append(block)
 
     def publish(self, block: int, key: bytes) -> bool:
@@ -215,6 +227,25 @@ class BlockPool:
         self._evicted.pop(key, None)
         return True
 
+    def set_expendable(self, key: bytes, expendable: bool) -> bool:
+        """Says whether a published key is expendable. No key is when it is published.
+
+        If that changes and the key's block is cached, the block counts as used just now.
+
+        Returns:
+            True if it changes. False also if the key is not published.
+        """
+        values.flag("set_expendable: expendable", expendable)
+        block = self.find(key)
+        if block is None or expendable == (key in self._expendable):
+            return False
+        before = self._queue(key)
+        (self._expendable.add if expendable else self._expendable.remove)(key)
+        if block in before:
+            del before[block]
+            self._queue(key)[block] = None
+        return True
+
     def unpublish(self, key: bytes, *, evicted: bool = False) -> int | None:
         """Makes `key` unfindable, and counts it as evicted with `evicted`. Nothing happens if it is not published.
 
@@ -226,8 +257,9 @@ class BlockPool:
         del self._block_of[key], self._key_of[block]
         for spare in self._spares.pop(key, ()):
             del self._spare_key[spare]
-        if block in self._cached:
-            del self._cached[block]
+        queue = self._queue(key)
+        if block in queue:
+            del queue[block]
             self._free.append(block)
         self._lose(key, evicted)
         return block
@@ -244,12 +276,16 @@ class BlockPool:
         Args:
             holders: The number of holders that each block should have, or None to skip that comparison.
         """
-        places = [*self._free, *self._holders, *self._cached]
+        places = [*self._free, *self._holders, *self._cached_expendable, *self._cached]
         ensure(sorted(places) == list(range(1, self.num_blocks)), "blocks lost or in two places")
         ensure(all(count > 0 for count in self._holders.values()), "a held block has no holder")
         ensure(holders is None or dict(holders) == self._holders, "holders and reference counts disagree")
         ensure({b: k for k, b in self._block_of.items()} == self._key_of, "keys and blocks disagree")
-        ensure(all(block in self._key_of for block in self._cached), "a cached block has no key")
+        ensure(self._expendable <= self._block_of.keys(), "an expendable key can't be found")
+        expendable = {block for key, block in self._block_of.items() if key in self._expendable}
+        others = self._key_of.keys() - expendable
+        ensure(self._cached_expendable.keys() <= expendable, "a cached block is expendable, and its key is not")
+        ensure(self._cached.keys() <= others, "a cached block has no key, or an expendable one")
         spares = {block: key for key, blocks in self._spares.items() for block in blocks}
         ensure(spares == self._spare_key, "spares and keys disagree")
         ensure(all(block in self._holders and block not in self._key_of for block in spares), "a spare is not held")
@@ -257,7 +293,7 @@ class BlockPool:
         ensure(not self._evicted.keys() & self._block_of.keys(), "an evicted key can be found")
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block, _ = (self._cached_expendable or self._cached).popitem(last=False)
         key = self._key_of.pop(block)
         if key in self._spares:
             first = self._spares[key][0]
@@ -268,6 +304,10 @@ class BlockPool:
             self._lose(key, evicted=True)
         return block
 
+    def _queue(self, key: bytes) -> OrderedDict[int, None]:
+        """The cached blocks among which the block of `key` is if it is cached."""
+        return self._cached_expendable if key in self._expendable else self._cached
+
     def _remove_spare(self, block: int) -> bytes:
         key = self._spare_key.pop(block)
         self._spares[key].remove(block)
@@ -276,6 +316,7 @@ class BlockPool:
         return key
 
     def _lose(self, key: bytes, evicted: bool) -> None:
+        self._expendable.discard(key)
         if evicted:
             self.num_evictions += 1
             self._on_eviction()

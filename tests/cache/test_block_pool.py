@@ -1,4 +1,7 @@
-"""BlockPool agrees with a simple model: a table of blocks, each with its holders, its key and its last use."""
+"""BlockPool agrees with a simple model: a table of blocks, each with its holders, its key and its last use.
+
+The model also has the set of keys that are expendable.
+"""
 
 import itertools
 from collections import Counter
@@ -35,13 +38,18 @@ class Machine(RuleBasedStateMachine):
             on_eviction=self.count_eviction,
         )
         self.blocks = {block: Block() for block in range(1, self.num_blocks)}
-        self.time = 0
+        self.time, self.expendable = 0, set()
 
     def count_eviction(self):
         self.num_evictions += 1
 
     def found(self, key):
         return next((b for b, block in self.blocks.items() if block.key == key), None)
+
+    def cached(self):
+        """The cached blocks in the order in which they are to be evicted."""
+        cached = [b for b, block in self.blocks.items() if not block.holders and block.key is not None]
+        return sorted(cached, key=lambda b: (self.blocks[b].key not in self.expendable, self.blocks[b].used))
 
     def spares(self, key):
         # In the order in which they were published.
@@ -54,15 +62,13 @@ class Machine(RuleBasedStateMachine):
         for block in self.blocks.values():
             if key in (block.key, block.spare):
                 block.key = block.spare = None
+        self.expendable.discard(key)
         self.expected.append((key, evicted))
 
     @rule(count=st.integers(0, 8))
     def allocate(self, count):
         free = {b for b, block in self.blocks.items() if not block.holders and block.key is None}
-        cached = sorted(
-            (b for b, block in self.blocks.items() if not block.holders and block.key is not None),
-            key=lambda b: self.blocks[b].used,
-        )
+        cached = self.cached()
         before = self.num_evictions
         assert self.pool.fits(count) == (count <= len(free) + len(cached))
         blocks = self.pool.allocate(count)
@@ -71,7 +77,7 @@ class Machine(RuleBasedStateMachine):
             return
         assert len(set(blocks)) == count
         assert set(blocks[: len(free)]) <= free, "free blocks go first"
-        assert blocks[len(free) :] == cached[: max(count - len(free), 0)], "then the least recently used"
+        assert blocks[len(free) :] == cached[: max(count - len(free), 0)], "then expendable ones, the oldest first"
         evictions = 0
         for b in blocks:
             key = self.blocks[b].key
@@ -132,6 +138,17 @@ class Machine(RuleBasedStateMachine):
             block.used = self.time
         assert self.pool.publish(b, key) == new
 
+    @rule(key=st.sampled_from(KEYS), expendable=st.booleans())
+    def set_expendable(self, key, expendable):
+        first = self.found(key)
+        changes = first is not None and expendable != (key in self.expendable)
+        assert self.pool.set_expendable(key, expendable) == changes
+        if changes:
+            self.time += 1
+            self.expendable ^= {key}
+            block = self.blocks[first]
+            block.used = block.used if block.holders else self.time
+
     @rule(key=st.sampled_from(KEYS), evicted=st.booleans())
     def unpublish(self, key, evicted):
         before, first = self.num_evictions, self.found(key)
@@ -156,6 +173,13 @@ class Machine(RuleBasedStateMachine):
             wanted = [self.found(key) for key in KEYS[first:]]
             assert self.pool.find_first(KEYS[first:]) == list(itertools.takewhile(bool, wanted))
         assert self.pool.keys == {key for key in KEYS if self.found(key) is not None}
+        assert self.pool.expendable_keys == self.expendable
+        # What is evicted next comes first, and no key that is not expendable before one that is.
+        leaves = [self.blocks[b].key for b in self.cached() if not self.spares(self.blocks[b].key)]
+        published = [key for key, block in self.pool.published]
+        assert [key for key in published if key in leaves] == leaves
+        assert sorted(published, key=lambda key: key not in self.expendable) == published
+        assert dict(self.pool.published) == {key: self.found(key) for key in self.pool.keys}
         assert [self.pool.key_of(b) for b in self.blocks] == [block.key for block in self.blocks.values()]
         assert self.pool.keys_of([0, *self.blocks]) == [None, *(block.key for block in self.blocks.values())]
         assert Counter(self.lost) == Counter(self.expected)
@@ -195,6 +219,115 @@ def test_releasing_a_spare_marks_the_first_block_as_recently_used():
     pool.release([first, other, spare])
     assert pool.allocate(2) == [spare, other]
     assert (pool.find(b"k"), pool.find(b"m")) == (first, None)
+
+
+class Twins(RuleBasedStateMachine):
+    """Expendable blocks are as good as free ones: two pools do the same, and only one of them has expendable keys.
+
+    Where the first pool makes a key expendable, the second one unpublishes it. Where a cached key is expendable no more, the
+    second pool publishes it in a block that the first one has no use for.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.without = BlockPool(8), BlockPool(8)
+        self.twin, self.kept, self.keys = {}, set(), itertools.count()
+
+    def held(self, data):
+        return data.draw(st.sampled_from(sorted(self.pool._holders)))
+
+    @rule(count=st.integers(0, 8))
+    def allocate(self, count):
+        blocks, twins = self.pool.allocate(count), self.without.allocate(count)
+        assert (blocks is None) == (twins is None)
+        self.twin.update(zip(blocks or [], twins or [], strict=True))
+
+    @precondition(lambda self: self.pool._holders)
+    @rule(data=st.data(), expendable=st.booleans())
+    def publish(self, data, expendable):
+        """Publishes a new key. What has a key already stays as it is."""
+        block, key = self.held(data), next(self.keys).to_bytes(4, "big")
+        if self.pool.publish(block, key):
+            self.pool.set_expendable(key, expendable)
+            if not expendable:
+                assert self.without.publish(self.twin[block], key)
+
+    @precondition(lambda self: self.pool.keys)
+    @rule(data=st.data())
+    def hit(self, data):
+        """A request enters on what is cached. It needs a block for it if the other pool doesn't have it."""
+        key = data.draw(st.sampled_from(sorted(self.pool.keys)))
+        self.set_expendable(key, False)
+        block = self.pool.find(key)
+        self.pool.hold(block)
+        self.without.hold(self.without.find(key))
+        self.twin[block] = self.without.find(key)
+
+    @precondition(lambda self: self.pool.keys)
+    @rule(data=st.data(), expendable=st.booleans())
+    def changes_class(self, data, expendable):
+        self.set_expendable(data.draw(st.sampled_from(sorted(self.pool.keys))), expendable)
+
+    def set_expendable(self, key, expendable):
+        block = self.pool.find(key)
+        if not self.pool.set_expendable(key, expendable):
+            return
+        if expendable:
+            self.without.unpublish(key)
+        elif block in self.pool._holders:
+            self.without.publish(self.twin[block], key)
+        else:
+            (twin,) = self.without.allocate(1)
+            self.without.publish(twin, key)
+            self.without.release([twin])
+
+    @precondition(lambda self: self.pool._holders)
+    @rule(data=st.data())
+    def release(self, data):
+        block = self.held(data)
+        self.pool.release([block])
+        self.without.release([self.twin[block]])
+
+    @invariant()
+    def the_pools_agree_on_all_other_keys(self):
+        assert self.pool.keys - self.pool.expendable_keys == self.without.keys
+        assert self.pool.num_available == self.without.num_available
+        order, twins = ([pool.key_of(block) for block in pool._cached] for pool in (self.pool, self.without))
+        assert order == twins, "their order of eviction"
+
+
+Twins.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestExpendableBlocksAreAsGoodAsFreeOnes = Twins.TestCase
+
+
+def test_expendable_blocks_are_evicted_before_all_others():
+    pool = BlockPool(5)
+    blocks = pool.allocate(4)
+    for block, key in zip(blocks, b"abcd", strict=True):
+        pool.publish(block, bytes([key]))
+    pool.set_expendable(b"b", True)
+    pool.release(blocks[:3])
+    pool.set_expendable(b"c", True)  # its block is cached already, and that of d is held
+    pool.set_expendable(b"d", True)
+    assert [key for key, _ in pool.published] == [b"b", b"c", b"d", b"a"]
+    assert pool.allocate(2) == blocks[1:3]
+    # No other block is left.
+    assert pool.allocate(1) == blocks[:1]
+    assert pool.keys == {b"d"}
+
+
+def test_a_spare_of_an_expendable_key_replaces_its_first_block():
+    pool = BlockPool(4)
+    first, spare, other = pool.allocate(3)
+    for block, key in ((first, b"k"), (spare, b"k"), (other, b"m")):
+        pool.publish(block, key)
+    pool.set_expendable(b"k", True)
+    pool.release([first, other])
+    assert pool.allocate(1) == [first]
+    pool.release([spare])
+    assert (pool.find(b"k"), pool.expendable_keys) == (spare, {b"k"})
+    assert pool.allocate(1) == [spare]
+    assert pool.keys == {b"m"}
 
 
 def test_check_finds_inconsistent_counts():
