@@ -86,7 +86,7 @@ class BlockPool:
 
     @property
     def expendable_keys(self) -> frozenset[bytes]:
-        """Those of the keys that are expendable."""
+        """The keys that can be found and are expendable."""
         return frozenset(self._expendable)
 
     @property
@@ -228,12 +228,15 @@ class BlockPool:
         return True
 
     def set_expendable(self, key: bytes, expendable: bool) -> bool:
-        """Says whether a published key is expendable. No key is when it is published.
+        """Makes a published key expendable, or expendable no more. `publish` makes keys that are not expendable.
 
-        If that changes and the key's block is cached, the block counts as used just now.
+        If the key's block is cached, a change marks it as recently used.
 
         Returns:
-            True if it changes. False also if the key is not published.
+            True if the key has changed, False if it was so already or is not published.
+
+        Raises:
+            ValueError: `expendable` is no bool.
         """
         values.flag("set_expendable: expendable", expendable)
         block = self.find(key)
@@ -305,7 +308,7 @@ class BlockPool:
         return block
 
     def _queue(self, key: bytes) -> OrderedDict[int, None]:
-        """The cached blocks among which the block of `key` is if it is cached."""
+        """Returns the cached blocks to which the block of `key` belongs while it is cached, in the order of eviction."""
         return self._cached_expendable if key in self._expendable else self._cached
 
     def _remove_spare(self, block: int) -> bytes:

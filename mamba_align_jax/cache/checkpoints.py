@@ -16,7 +16,8 @@ class Checkpoints:
 
     Boundaries in `offsets` and multiples of `interval` stay cached. A boundary at `prompt` or later, which decoding
     passes, stays cached until the request passes the next one. The states of all other boundaries are released with
-    their columns, because they lie where a token budget happened to end a chunk.
+    their columns, because they lie where a token budget happened to end a chunk. In mode "all" they stay cached instead, but
+    are expendable.
 
     Attributes:
         prompt: The number of tokens in the prompt.

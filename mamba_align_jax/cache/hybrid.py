@@ -118,15 +118,10 @@ class HybridCache:
     def checkpoints(self, prompt: int, requested: Sequence[int] = (), junction: int = 0) -> Checkpoints:
         """Returns what a request with a prompt of `prompt` tokens keeps: see `request_checkpoints`.
 
-        In mode "all" it keeps every boundary.
+        In mode "all" its other boundaries stay cached, too, but are expendable.
         """
-        return request_checkpoints(
-            prompt,
-            self.states.block_size,
-            requested=requested,
-            junction=junction,
-            interval=self.states.block_size if self.states.mode == "all" else self.checkpoint_interval,
-        )
+        size, interval = self.states.block_size, self.checkpoint_interval
+        return request_checkpoints(prompt, size, requested=requested, junction=junction, interval=interval)
 
     def chunk_end(
         self, start: int, budget: int, max_num_batched_tokens: int, prompt: int, stops: Collection[int] = ()

@@ -76,7 +76,7 @@ class Admission:
         self.length, self.num_states = len(pages), len(states)
 
     def publish(self) -> None:
-        """Makes the entries findable and lets go of them. Call it when they are filled."""
+        """Makes the entries findable, none of them expendable, and lets go of them. Call it when they are filled."""
         self._pages.publish()
         self._states.publish()
         self.withdraw()
@@ -112,6 +112,8 @@ class _Claim:
             if self._tell is not None:
                 self._tell(key)
             self._pool.publish(self._blocks[key], key)
+        for key in self._keys:
+            self._pool.set_expendable(key, False)
 
     def release(self) -> None:
         self._pool.release([self._blocks[key] for key in self._keys])

@@ -23,7 +23,7 @@ class RollingBoundaries:
         self.kept.pop(key, None)
 
     def roll(self, request: Hashable, key: bytes, is_new: bool) -> None:
-        """Keeps a boundary for a request, if it is new in the cache or is kept for others already."""
+        """Keeps a boundary for a request, if nothing has kept it until now or it is kept for others that roll it."""
         if is_new or key in self.kept:
             self.kept.setdefault(key, set()).add(request)
 
@@ -33,6 +33,8 @@ class RollingBoundaries:
         if request not in wanted_by:
             return False
         wanted_by.discard(request)
+        if not wanted_by:
+            del self.kept[key]
         return not wanted_by
 
     def resume(self, request: Hashable, keys: Iterable[bytes | None]) -> bytes | None:
@@ -70,6 +72,7 @@ class RollingBoundaries:
             running: The rolling key of each present request.
         """
         ensure(all(key in published for key in self.kept), "a rolling boundary is not published")
+        ensure(all(self.kept.values()), "a rolling boundary is kept for no request")
         rolling = self.left | dict(running)
         kept = [(request, key) for key, requests in self.kept.items() for request in requests]
         ensure(all(rolling.get(r) == key for r, key in kept), "a boundary is kept for a request that does not roll it")

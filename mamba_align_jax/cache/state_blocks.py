@@ -21,7 +21,10 @@ class StateBlockManager:
     For each step of a request, call `allocate` before the step is dispatched and `release` right after. If the step ran
     only known tokens, call `publish` between the dispatch and `release`. Call `commit` when the step's result has been read.
     A column's block never changes while its request lives, and blocks are never moved between columns. Columns that a
-    prefill chunk jumps over have no block, except in mode "all", where it keeps a state in each.
+    prefill chunk jumps over have no block, except in mode "all", where it leaves a state in each.
+
+    Mode "all" publishes every boundary. Those that mode "align" would not keep are expendable: their blocks are evicted
+    before all others. A boundary on which a request enters is expendable no more.
 
     With `fold_length`, that is under policy "deferred", `commit` leaves a boundary of a decode or verify row to the
     `release` after the request's next step, which writes its state. If none will come, call `fold_slots` where `unfolded`
@@ -186,6 +189,8 @@ class StateBlockManager:
         values.instance("allocate: keep", keep, Checkpoints, optional=True)
         for block in held.values():
             self.pool.hold(block)
+        if held and hit:
+            self._keep_hit(hit, keep)
         wanted = self._rules.columns(min_computed, max_computed, num_tokens, num_drafts)
         missing = self._missing(request, wanted, held)
         entries = [*held.items(), *zip(missing, self.pool.allocate(len(missing)) or [], strict=True)]
@@ -372,30 +377,49 @@ class StateBlockManager:
         record = self._requests.get(request)
         return [column for column in wanted if column not in (record.columns if record else held)]
 
+    def _keep_hit(self, hit: Hit, keep: Checkpoints | None) -> None:
+        """Makes the boundary on which a request enters not expendable, and those before it that the request keeps."""
+        ends = range(self.block_size, hit.length, self.block_size)
+        inside = [at for at in keep.offsets if at in ends] if keep else []
+        keys = [hit.chain.at((), at) for at in inside] if hit.chain else []
+        for key in [*keys, *self.pool.keys_of([block for _, block in hit.blocks])]:
+            if key is not None:
+                self.pool.set_expendable(key, False)
+
     def _keeps(self, record: Holder, boundary: int) -> bool:
-        is_kept = record.keep is None or record.keep.stays(boundary) or record.keep.rolls(boundary)
-        return is_kept and record.shares and self.mode != "none"
+        has_reason = record.keep is None or record.keep.stays(boundary) or record.keep.rolls(boundary)
+        return (has_reason or self.mode == "all") and record.shares and self.mode != "none"
 
     def _offer(self, request: Hashable, record: Holder, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
         """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""
         if not self._keeps(record, boundary):
             return False, False
-        stays = record.keep is None or record.keep.stays(boundary)
-        rolls = record.keep is not None and record.keep.rolls(boundary)
         # Where the result of a step is read after the next step was published, the request has passed the boundary.
         is_passed = boundary < record.newest
-        if is_passed and not stays:
+        stays = record.keep is None or record.keep.stays(boundary)
+        rolls = record.keep is not None and record.keep.rolls(boundary) and not is_passed
+        if not (stays or rolls or self.mode == "all"):
             return False, False
         key, block = record.chain.at(tokens, boundary), record.columns[column_of(boundary, self.block_size)]
         if self._log is not None and self.pool.find(key) is None:
             self._log.store_state(key, boundary)
         new = self.pool.publish(block, key)
         if stays:
+            self.pool.set_expendable(key, False)
             self._rolling.stay(key)
-        else:
-            self._rolling.roll(request, key, new)
+        elif rolls:
+            self._rolling.roll(request, key, self.pool.set_expendable(key, False) or new)
+        elif new:
+            self.pool.set_expendable(key, True)
         if not is_passed:
             last, record.rolling, record.newest = record.rolling, key if rolls else None, boundary
             if last is not None and last != record.rolling and self._rolling.let_go(request, last):
-                self.pool.unpublish(last)
+                self._stop_keeping(last)
         return True, new
+
+    def _stop_keeping(self, key: bytes) -> None:
+        """Records that nothing keeps a boundary any more."""
+        if self.mode == "all":
+            self.pool.set_expendable(key, True)
+        else:
+            self.pool.unpublish(key)

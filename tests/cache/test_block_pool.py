@@ -99,6 +99,7 @@ class Machine(RuleBasedStateMachine):
         self.pool.hold(b)
         self.blocks[b].holders += 1
 
+    @precondition(lambda self: self.pool.num_held < self.num_blocks - 1)
     @rule(some=st.lists(st.integers(0, 8), max_size=4))
     def hold_all(self, some):
         """Blocks may be given more than once. One that is neither held nor cached changes nothing."""
@@ -113,18 +114,20 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(block.holders for block in self.blocks.values()))
     @rule(data=st.data())
     def release(self, data):
-        b = self.pick(data, lambda block: block.holders)
-        self.pool.release([b])
-        self.time += 1
-        block = self.blocks[b]
-        block.holders -= 1
-        if block.holders == 0:
-            if block.spare is not None:
-                first = self.blocks[self.found(block.spare)]
-                first.used = first.used if first.holders else self.time
-                block.spare = None
-            else:
-                block.used = self.time
+        held = [b for b, block in self.blocks.items() if block.holders]
+        some = data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True))
+        self.pool.release(some)
+        for b in some:
+            self.time += 1
+            block = self.blocks[b]
+            block.holders -= 1
+            if block.holders == 0:
+                if block.spare is not None:
+                    first = self.blocks[self.found(block.spare)]
+                    first.used = first.used if first.holders else self.time
+                    block.spare = None
+                else:
+                    block.used = self.time
 
     @precondition(lambda self: any(block.holders for block in self.blocks.values()))
     @rule(data=st.data(), key=st.sampled_from(KEYS))
@@ -138,8 +141,11 @@ class Machine(RuleBasedStateMachine):
             block.used = self.time
         assert self.pool.publish(b, key) == new
 
-    @rule(key=st.sampled_from(KEYS), expendable=st.booleans())
-    def set_expendable(self, key, expendable):
+    @precondition(lambda self: self.pool.keys)
+    @rule(data=st.data(), key=st.sampled_from(KEYS), expendable=st.booleans())
+    def set_expendable(self, data, key, expendable):
+        if self.found(key) is None and data.draw(st.booleans()):
+            key = data.draw(st.sampled_from(sorted(self.pool.keys)))
         first = self.found(key)
         changes = first is not None and expendable != (key in self.expendable)
         assert self.pool.set_expendable(key, expendable) == changes
@@ -149,6 +155,7 @@ class Machine(RuleBasedStateMachine):
             block = self.blocks[first]
             block.used = block.used if block.holders else self.time
 
+    @precondition(lambda self: self.pool.keys)
     @rule(key=st.sampled_from(KEYS), evicted=st.booleans())
     def unpublish(self, key, evicted):
         before, first = self.num_evictions, self.found(key)
@@ -157,6 +164,7 @@ class Machine(RuleBasedStateMachine):
         if first is not None:
             self.forget(key, evicted)
 
+    @precondition(lambda self: len(self.pool.keys) > 3)
     @rule()
     def reset(self):
         present = [key for key in KEYS if self.found(key) is not None]
@@ -210,12 +218,14 @@ def test_a_spare_replaces_the_first_block_when_that_is_evicted():
     assert pool.num_cached == 1
 
 
-def test_releasing_a_spare_marks_the_first_block_as_recently_used():
+@pytest.mark.parametrize("expendable", [False, True])
+def test_releasing_a_spare_marks_the_first_block_as_recently_used(expendable):
     """Otherwise a prefix could lose a page in its middle and keep the pages after it."""
     pool = BlockPool(4)
     first, spare, other = pool.allocate(3)
     for block, key in ((first, b"k"), (spare, b"k"), (other, b"m")):
         pool.publish(block, key)
+        pool.set_expendable(key, expendable)
     pool.release([first, other, spare])
     assert pool.allocate(2) == [spare, other]
     assert (pool.find(b"k"), pool.find(b"m")) == (first, None)

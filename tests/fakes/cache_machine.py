@@ -10,7 +10,7 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 
-BLOCK, PAGE, K, LONGEST = 4, 2, 2, 36
+BLOCK, PAGE, K, LONGEST, LONGEST_CHUNK = 4, 2, 2, 36, 14
 STAYS = None
 
 
@@ -36,16 +36,18 @@ class Request:
 
 
 class Machine(RuleBasedStateMachine):
-    num_blocks, num_pages, interval, evicts = 12, 34, None, True
+    num_blocks, num_pages, interval, evicts, mode = 12, 34, None, True, "align"
 
     def __init__(self):
         super().__init__()
-        states = StateBlockManager(self.num_blocks, BLOCK, K)
+        states = StateBlockManager(self.num_blocks, BLOCK, K, mode=self.mode)
         kv = KVPageManager(self.num_pages, PAGE)
         self.cache = HybridCache(states, kv, checkpoint_interval=self.interval, check=True)
         self.running, self.preempted, self.in_flight, self.number = {}, {}, [], 0
         # What can be found: prefixes with a state, and the requests that keep them; prefixes whose last page is cached.
         self.states, self.pages, self.contents = {}, set(), {}
+        # Mode "all" finds these, too. `states` is what mode "align" would keep.
+        self.expendable = set()
         self.key_of, self.evictions = {}, [0, 0]
 
     # The model.
@@ -55,12 +57,23 @@ class Machine(RuleBasedStateMachine):
         periodic = self.interval is not None and boundary % self.interval == 0
         return boundary in asked | {(r.prompt - 1) // BLOCK * BLOCK, r.junction} or periodic
 
+    def passed(self, start, certain):
+        """The boundaries whose states a chunk leaves."""
+        ends = range(start + 1, certain + 1) if self.mode == "all" else (certain,)
+        return [end for end in ends if end % BLOCK == 0]
+
     def keep_state(self, name, r, boundary):
         """Returns whether the boundary is kept, and whether its prefix is new."""
         prefix = tuple(r.tokens[:boundary])
-        if boundary == 0 or not r.shares or not (self.wanted(r, boundary) or boundary >= r.prompt):
+        has_reason = self.wanted(r, boundary) or boundary >= r.prompt
+        if boundary == 0 or not r.shares or not (has_reason or self.mode == "all"):
             return False, False
-        is_new = prefix not in self.states
+        is_new = prefix not in self.states and prefix not in self.expendable
+        if not has_reason:
+            if is_new:
+                self.expendable.add(prefix)
+            return True, is_new
+        self.expendable.discard(prefix)
         before, r.rolling = r.rolling, None
         if self.wanted(r, boundary):
             self.states[prefix] = STAYS
@@ -72,6 +85,8 @@ class Machine(RuleBasedStateMachine):
             self.states.get(before, set()).discard(name)
             if not self.states.get(before, True):
                 del self.states[before]
+                if self.mode == "all":
+                    self.expendable.add(before)
         return True, is_new
 
     def keep_pages(self, r, count):
@@ -84,7 +99,8 @@ class Machine(RuleBasedStateMachine):
         while paged + PAGE <= len(tokens) and tuple(tokens[: paged + PAGE]) in self.pages:
             paged += PAGE
         ends = range(BLOCK, min(paged, len(tokens) - 1) + 1, BLOCK)
-        return paged, max((end for end in ends if tuple(tokens[:end]) in self.states), default=0)
+        found = lambda end: tuple(tokens[:end]) in self.states or tuple(tokens[:end]) in self.expendable
+        return paged, max(filter(found, ends), default=0)
 
     # Scheduling.
 
@@ -95,7 +111,8 @@ class Machine(RuleBasedStateMachine):
         branch = min(paged, len(r.tokens) - 1) // BLOCK * BLOCK
         assert hit.junction == (branch if branch > length else 0)
         last = (len(r.tokens) - 1) // BLOCK * BLOCK
-        allowed = {"below one block"} if last == 0 else {None} if length == last else {"evicted", "no checkpoint"}
+        missing = {"evicted", "no checkpoint"} if self.mode == "align" else {"evicted"}
+        allowed = {"below one block"} if last == 0 else {None} if length == last else missing
         if branch == length < last:
             allowed = {"evicted", "not identical"}
         assert hit.miss in allowed
@@ -113,6 +130,11 @@ class Machine(RuleBasedStateMachine):
             return False
         prefix = tuple(r.tokens[:length])
         r.column = (length - 1) // BLOCK
+        for end in range(BLOCK, length + 1, BLOCK):
+            # The request has found a use for these states.
+            if prefix[:end] in self.expendable and (end == length or self.wanted(r, end)):
+                self.expendable.remove(prefix[:end])
+                self.states[prefix[:end]] = STAYS
         if length and self.states.get(prefix) is not STAYS:
             # A state that another request hits stays. A request that hits its own rolling state continues to roll it.
             if name in self.states.get(prefix, {name}):
@@ -126,7 +148,7 @@ class Machine(RuleBasedStateMachine):
 
     def schedule(self, name, r, data, hit=None):
         if r.computed < r.prefill_end:
-            budget = data.draw(st.integers(1, 14))
+            budget = data.draw(st.integers(1, LONGEST_CHUNK))
             end = self.cache.chunk_end(r.computed, budget, budget, r.prefill_end, r.keep.stops(r.computed))
             pending = end - r.computed, 0, 1
         else:
@@ -197,13 +219,14 @@ class Machine(RuleBasedStateMachine):
         if boundary >= max(certain, 1):
             self.contents[r.row[boundary // BLOCK - 1]] = tuple(r.tokens[:boundary])
             r.accepted = 1 if boundary // BLOCK - 1 == current else accepted
-        published = self.cache.dispatched(name, r.tokens[:certain] if r.computed < r.prefill_end else None)
-        is_new = False
-        if r.computed < r.prefill_end:
+        is_prefill_row = r.computed < r.prefill_end
+        passed = self.passed(r.computed, certain) if is_prefill_row else []
+        for end in passed:
+            self.contents[r.row[end // BLOCK - 1]] = tuple(r.tokens[:end])
+        published = self.cache.dispatched(name, r.tokens[:certain] if is_prefill_row else None)
+        if is_prefill_row:
             self.keep_pages(r, certain)
-            if certain % BLOCK == 0:
-                _, is_new = self.keep_state(name, r, certain)
-        assert published == (certain if is_new else 0)
+        assert published == max([end for end in passed if self.keep_state(name, r, end)[1]], default=0)
         self.in_flight.append(name)
 
     @precondition(lambda self: self.in_flight)
@@ -265,6 +288,7 @@ class Machine(RuleBasedStateMachine):
     def reset(self):
         self.cache.reset_prefix_cache()
         self.states.clear()
+        self.expendable.clear()
         self.pages.clear()
         for r in self.running.values():
             r.shares, r.rolling = False, None
@@ -279,19 +303,26 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def found_is_what_the_model_keeps_less_what_was_evicted(self):
-        for number, (pool, model) in enumerate(
-            ((self.cache.states.pool, self.states), (self.cache.kv.pool, self.pages))
-        ):
-            found = {prefix for prefix in [*self.states, *self.pages] if pool.find(self.key(prefix)) is not None}
-            evicted = set(model) - found
+        states, kv = self.cache.states.pool, self.cache.kv.pool
+        for number, (pool, models) in enumerate(((states, (self.states, self.expendable)), (kv, (self.pages,)))):
+            known = {*self.states, *self.expendable, *self.pages}
+            found = {prefix for prefix in known if pool.find(self.key(prefix)) is not None}
+            kept = set().union(*models)
+            evicted = kept - found
             assert all(pool.was_evicted(self.key(prefix)) for prefix in evicted), "lost, but not evicted"
             assert self.evicts or not evicted
-            assert found <= set(model), "found, but not kept"
+            assert found <= kept, "found, but not kept"
             assert len(pool.keys) == len(found), "found under an unknown key"
             self.evictions[number] += len(evicted)
-            for prefix in evicted:
-                model.discard(prefix) if isinstance(model, set) else model.pop(prefix)
-        for prefix in self.states:
+            # A state that goes with its page had to go.
+            if any(prefix in self.states and kv.find(self.key(prefix)) is not None for prefix in evicted):
+                unheld = [key for key in states.expendable_keys if states.find(key) not in states._holders]
+                assert not unheld, "a state was evicted that a request keeps, although an expendable one was cached"
+            for model in models:
+                for prefix in evicted.intersection(model):
+                    model.discard(prefix) if isinstance(model, set) else model.pop(prefix)
+        assert states.expendable_keys == {self.key(prefix) for prefix in self.expendable}
+        for prefix in [*self.states, *self.expendable]:
             assert all(prefix[:end] in self.pages for end in range(PAGE, len(prefix) + 1, PAGE))
         assert all(len(prefix) == PAGE or prefix[:-PAGE] in self.pages for prefix in self.pages)
 
@@ -300,4 +331,5 @@ class Machine(RuleBasedStateMachine):
         for pool in (self.cache.states.pool, self.cache.kv.pool):
             assert len(pool._free) + pool.num_cached + pool.num_held == pool.num_blocks - 1
         for name in self.running:
-            assert len(self.cache.states.columns(name)) <= self.cache.states.blocks_needed() + 1
+            inside = -(-LONGEST_CHUNK // BLOCK) if self.mode == "all" else 0
+            assert len(self.cache.states.columns(name)) <= self.cache.states.blocks_needed() + 1 + inside
