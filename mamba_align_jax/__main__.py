@@ -4,6 +4,9 @@ import sys
 
 from mamba_align_jax import __version__
 
+# What the extra `cli` installs, by the names of the modules.
+_EXTRA = ("flax", "huggingface_hub", "jinja2", "rich", "safetensors", "tokenizers", "yaml")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit status.
@@ -15,15 +18,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         from mamba_align_jax.cli import commands
+
+        return commands.main(arguments)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] in ("mamba_align_jax", "pallas_kernels"):
+        if error.name is None or error.name.split(".")[0] not in _EXTRA:
             raise
         print(
             f"mamba-align: the command line needs the extra 'cli' (pip install 'mamba-align-jax[cli]'): {error}",
             file=sys.stderr,
         )
         return 2
-    return commands.main(arguments)
 
 
 if __name__ == "__main__":

@@ -165,6 +165,12 @@ def test_the_command_gives_its_version_without_any_extra():
     assert python(program) == f"mamba-align {mamba_align_jax.__version__}\n"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
+def test_the_help_comes_without_jax(arguments):
+    program = BLOCK.format(blocked={"jax", "jaxlib", "flax", "safetensors", "tokenizers"})
+    assert "usage: mamba-align" in python(program + COMMAND.format(arguments=arguments))
+
+
 @pytest.mark.parametrize("name", mamba_align_jax.__all__)
 def test_every_public_name_resolves(name):
     assert getattr(mamba_align_jax, name).__name__ == name

@@ -1,6 +1,6 @@
 """Runs the command line: `mamba-align demo | generate | chat | serve | info | trace | bench`.
 
-A command imports what only it needs, so that the others start quickly.
+A command imports what only it needs, so that the help comes without JAX.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from mamba_align_jax import _values as values
 from mamba_align_jax._options import add_fields, given_fields
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
-from mamba_align_jax.engine.running import trace
 from mamba_align_jax.load import bench
 from mamba_align_jax.load.bench import COMPARED_MODES
 from mamba_align_jax.serve import command as serving
@@ -258,6 +257,8 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
+    from mamba_align_jax.engine.running import trace
+
     # Plain lines suit pipes, and they are wider than a terminal's table.
     try:
         print(trace.HEADING)
