@@ -1,5 +1,7 @@
 """A conversation on a terminal: text comes in pieces, later turns hit the cache and say so, and an answer may be cut off."""
 
+import io
+
 import pytest
 from fakes.letters import Letters
 from fakes.speller import next_token
@@ -160,3 +162,27 @@ def test_command_line_talks(engine, template, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("mamba_align_jax.engine.text.chat_template.load_chat_template", lambda path: None)
     assert cli.main(["chat", *options]) == 2
     assert "--model must have tokenizer.json and a chat template" in capsys.readouterr().err
+
+
+def test_generate_writes_texts_that_continue_standard_input(engine, monkeypatch, capsys, tmp_path):
+    asked = []
+    add_request = engine.add_request
+    monkeypatch.setattr(engine, "add_request", lambda *request: asked.append(request[1]) or add_request(*request))
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *arguments, **options: engine)
+    monkeypatch.setattr("sys.stdin", io.StringIO(FIRST + "\n"))
+    sampling = ["--max-tokens", "10", "--top-p", "0.5", "--top-k", "3", "--stop", "?", "--stop", "!", "--seed", "5"]
+    assert cli.main(["generate", str(tmp_path), "--n", "2", *sampling]) == 0
+    text = FIRST + continuation(FIRST, 10)
+    assert capsys.readouterr().out == f"--- 1 of 2\n{text}\n--- 2 of 2\n{text}\n"
+    fields = dict(max_tokens=10, top_p=0.5, top_k=3, stop=("?", "!"))
+    assert asked == [SamplingParams(**fields, seed=5), SamplingParams(**fields, seed=6)]
+
+
+def test_a_prompt_follows_the_model_or_has_a_name(engine, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *arguments, **options: engine)
+    for arguments in ([str(tmp_path), FIRST], ["--prompt", FIRST]):
+        assert cli.main(["generate", *arguments, "--max-tokens", "10"]) == 0
+        assert capsys.readouterr().out == f"{FIRST}{continuation(FIRST, 10)}\n"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert cli.main(["generate", str(tmp_path)]) == 2
+    assert "prompt must be given after the model, as --prompt or on standard input" in capsys.readouterr().err

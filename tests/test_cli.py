@@ -54,7 +54,7 @@ def test_generate_prints_the_prompt_and_its_continuation(capsys):
 def test_info_prints_state_sizes_and_layers(capsys, monkeypatch):
     # On a terminal a progress bar is shown on stderr, which must not reach stdout.
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert main(["info", "--model", TINY]) == 0
+    assert main(["info", TINY]) == 0
     out = capsys.readouterr().out
     # Three layers of 3 x 192 float32 window and 4 x 32 x 16 float32 state.
     assert "31,488" in out

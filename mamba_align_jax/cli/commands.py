@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from mamba_align_jax import __version__
 from mamba_align_jax import _values as values
 from mamba_align_jax._options import add_fields, given_fields
+from mamba_align_jax.cli.hub import find_model
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.load import bench
@@ -108,16 +110,24 @@ def _generate(options: argparse.Namespace) -> int:
     from mamba_align_jax.cli.chat import stream
     from mamba_align_jax.engine.text.tokenizer import token_ids
 
-    engine, params = _load_engine(options), _sampling(options)
-    (prompt,) = token_ids(engine.tokenizer, options.prompt)
-    updates = stream(engine, prompt, params)
-    first = next(updates)  # nothing is written if the request is refused
-    try:
-        _write(options.prompt + (first.text or ""))
-        for update in updates:
-            _write(update.text or "")
-    finally:
-        _write("\n")
+    text = options.text if options.prompt is None else options.prompt
+    if text is None:
+        values.require(
+            not sys.stdin.isatty(), "prompt", "given after the model, as --prompt or on standard input", None
+        )
+        text = sys.stdin.read().removesuffix("\n")
+    params, n = _sampling(options), values.integer("--n", options.n, 1)
+    engine = _load_engine(options)
+    (prompt,) = token_ids(engine.tokenizer, text)
+    for number in range(n):
+        updates = stream(engine, prompt, replace(params, seed=params.seed + number))
+        first = next(updates)  # nothing is written if the request is refused
+        try:
+            _write((f"--- {number + 1} of {n}\n" if n > 1 else "") + text + (first.text or ""))
+            for update in updates:
+                _write(update.text or "")
+        finally:
+            _write("\n")
     return 0
 
 
@@ -133,8 +143,9 @@ def _chat(options: argparse.Namespace) -> int:
             f"{options.model}"
         )
     # The bundled model knows no end of a turn.
-    stop = (*options.stop, "\nuser:") if options.model == BYTE_MODEL else tuple(options.stop)
-    params = _sampling(options, stop=stop)
+    params = _sampling(options)
+    if options.model == BYTE_MODEL:
+        params = replace(params, stop=(*params.stop, "\nuser:"))
     with _CONSOLE.status("compiling"):
         engine.generate(tokenizer.encode("a"), SamplingParams(max_tokens=2, temperature=options.temperature))
     talk(
@@ -155,8 +166,9 @@ def _load_engine(options: argparse.Namespace) -> "Engine":
         return Engine.from_pretrained(options.model, config, dtype=options.dtype, progress=loaded)
 
 
-def _sampling(options: argparse.Namespace, **fields: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed, **fields)
+def _sampling(options: argparse.Namespace) -> SamplingParams:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+    return SamplingParams(**{name: getattr(options, name) for name in names})
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -293,8 +305,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mamba-align {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     model = argparse.ArgumentParser(add_help=False)
-    text = "a Hugging Face directory; default: the bundled model"
-    model.add_argument("--model", type=Path, default=BYTE_MODEL, metavar="DIR", help=text)
+    text = "a Hugging Face directory, or ORG/NAME or ORG/NAME@REVISION to download; default: the bundled model"
+    model.add_argument("directory", nargs="?", metavar="MODEL", help=text)
+    model.add_argument("--model", default=str(BYTE_MODEL), help="the same")
+    model.add_argument("--revision", metavar="REV", help="a branch, tag or commit of the model that is downloaded")
     text = "the share of a GPU's whole memory that is used, weights included (default: %(default)s)"
     model.add_argument("--gpu-memory-utilization", type=float, default=GPU_SHARE, metavar="X", help=text)
 
@@ -309,13 +323,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", metavar="FILE", help="write the table's numbers to FILE")
 
     generate = add("generate", _generate, "continue a text", model)
-    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument("text", nargs="?", metavar="PROMPT", help="the text; default: what standard input holds")
+    generate.add_argument("--prompt", metavar="TEXT", help="the same, where no model is named")
+    generate.add_argument("--n", type=int, default=1, metavar="N", help="write N texts, each with the next seed")
     _add_sampling(generate, max_tokens=128)
 
     chat = add("chat", _chat, "talk with a model, whose cache keeps what was said", model)
     chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")
-    text = "ends an answer; may be given several times"
-    chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
     _add_sampling(chat, max_tokens=512)
 
     serving.add_options(add("serve", _serve, "serve a model over HTTP, with OpenAI's API", model))
@@ -340,9 +354,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sampling(command: argparse.ArgumentParser, max_tokens: int) -> None:
     """Adds the options of a command that generates text."""
-    command.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s")
-    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: the most likely tokens")
-    command.add_argument("--seed", type=int, default=0, metavar="N")
+    add, number = command.add_argument, dict(type=int, metavar="N")
+    add("--max-tokens", **number, default=max_tokens, help="write at most N tokens (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, takes the most likely tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens up to this probability")
+    add("--top-k", **number, default=0, help="draw from the N most likely tokens")
+    add("--seed", **number, default=0, help="equal seeds draw equal tokens (default: %(default)s)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be given several times")
     serving.add_dtype(command)
 
 
@@ -367,6 +385,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if hasattr(options, "gpu_memory_utilization"):
             _take_memory(options.gpu_memory_utilization)
+        if "model" in options:
+            options.model, options.model_name = find_model(options.directory or options.model, options.revision)
         return options.run(options)
     except KeyboardInterrupt:
         return 130

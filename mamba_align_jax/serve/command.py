@@ -26,7 +26,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="the address to listen at; 0.0.0.0 is all (default: %(default)s)")
     add("--port", type=int, default=8000, help="the port; 0 takes a free one (default: %(default)s)")
-    add("--served-model-name", metavar="NAME", help="the model's name in the API; default: its directory's name")
+    add(
+        "--served-model-name", metavar="NAME", help="the model's name in the API; default: ORG/NAME, or its directory's"
+    )
     add("--api-key", action="append", default=[], metavar="KEY", help="a key that clients may have; may be repeated")
     add("--api-key-file", type=Path, metavar="FILE", help="a file with a key in each line")
     add_dtype(parser)
@@ -61,7 +63,7 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
     """Serves a model until the process is told to stop, and returns the exit status.
 
     Args:
-        options: The options, with the model's directory as `model`.
+        options: The options, with the model's directory as `model` and its name as `model_name`.
         load: Makes an engine.
 
     Raises:
@@ -171,7 +173,7 @@ def make_settings(options: argparse.Namespace) -> Settings:
     except FieldError as error:
         raise error.renamed(f"limit_{error.field}") from error
     return Settings(
-        model_name=options.served_model_name or options.model.resolve().name,
+        model_name=options.served_model_name or options.model_name,
         api_keys=tuple(keys),
         sampling_defaults=defaults,
         min_priority=options.min_priority,

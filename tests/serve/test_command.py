@@ -29,7 +29,7 @@ QUICK = Path(__file__).parents[1] / "data" / "mamba"
 
 def options(*arguments, model=BYTE_MODEL):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, default=model)
+    parser.set_defaults(model=model, model_name=model.name)
     command.add_options(parser)
     return parser.parse_args(arguments)
 
