@@ -82,7 +82,6 @@ MAY_IMPORT = {
     "mamba_align_jax.integrations": ("pallas_kernels", "mamba_align_jax.engine"),
     "mamba_align_jax.cli": (
         "mamba_align_jax",
-        "mamba_align_jax._options",
         "mamba_align_jax._values",
         "mamba_align_jax.errors",
         "mamba_align_jax.data",
@@ -190,9 +189,10 @@ SERVER_ROOMS = {
     "api": ("settings", "refusals", "metrics", "keys", "limits"),
     "page": ("api",),
     "events": (),
+    "vllm_flags": (),
     "app": ("settings", "refusals", "limits", "api", "page"),
     "server": ("settings", "limits"),
-    "command": ("settings", "events", "app", "server"),
+    "command": ("settings", "events", "vllm_flags", "app", "server"),
 }
 INNER_ROOMS = {ENGINE: ENGINE_ROOMS, "mamba_align_jax.serve": SERVER_ROOMS}
 
@@ -293,6 +293,7 @@ OF_OTHERS = {
     "mamba_align_jax.processes.group": {"os._exit"},
     # The type of what a public method returns.
     "mamba_align_jax._options": {"argparse._ArgumentGroup"},
+    "mamba_align_jax.serve.command": {"argparse._ArgumentGroup"},
 }
 
 

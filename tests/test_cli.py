@@ -84,7 +84,7 @@ def test_info_works_for_a_model_without_attention(capsys):
         ["generate", "--prompt", "x", "--max-tokens", "-1"],
         ["generate", "--prompt", "x", "--max-tokens", "100000000"],
         ["demo", "--json", "/nowhere/demo.json"],
-        ["info", "--block-size", "3", "--kv-page-size", "2"],
+        ["info", "--mamba-block-size", "3", "--kv-page-size", "2"],
         ["info", "--gpu-memory-utilization", "1.5"],
         ["info", "--gpu-memory-gb", "0.001"],
     ],
@@ -150,7 +150,7 @@ def test_bench_times_each_mode_and_writes_its_rows(tmp_path, capsys, monkeypatch
         "--max-num-batched-tokens=64",
     )
     modes = "--mode=none", "--mode=align/copy_free"
-    assert main(["bench", "--model", QUICK, *sizes, *modes, "--block-size=32", f"--json={file}"]) == 0
+    assert main(["bench", "--model", QUICK, *sizes, *modes, "--mamba-block-size=32", f"--json={file}"]) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["mode"], row["runs"], row["requests"]) for row in rows] == [("none", 2, 4), ("align/copy_free", 2, 4)]
     assert rows[0]["hit_rate_of_attainable"] == 0 < rows[1]["hit_rate_of_attainable"]

@@ -121,7 +121,8 @@ def test_the_readme_is_short():
 VLLM_WORDS = ("state_idx", "mamba_state_idx", "max_num_reqs", '"ngram"', "'ngram'")
 # Where vLLM's names are at home: the modules that take its arguments, their mutants, and the pages that translate.
 MAY_SAY = (
-    "mamba_align_jax/vllm_compat/", "tests/vllm_compat/", "tests/fakes/mode_all_server.py", "tests/fakes/host_path.py",
+    "mamba_align_jax/vllm_compat/", "tests/vllm_compat/", "mamba_align_jax/serve/vllm_flags.py",
+    "tests/serve/test_vllm_flags.py", "tests/fakes/mode_all_server.py", "tests/fakes/host_path.py",
     "tests/mutants.txt", "tests/test_docs.py", "docs/glossary.md", "docs/porting.md",
 )  # fmt: skip
 

@@ -19,7 +19,6 @@ from rich.table import Table
 
 from mamba_align_jax import __version__
 from mamba_align_jax import _values as values
-from mamba_align_jax._options import add_fields, given_fields
 from mamba_align_jax.cli.hub import find_model
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
@@ -178,6 +177,10 @@ def _serve(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine.text.tokenizer import load_tokenizer
     from mamba_align_jax.sharding import AXIS
 
+    # These options take all that follows them.
+    last = [names[-1] for names in (options.served_model_name, options.api_key) if names]
+    if options.model == BYTE_MODEL and any(Path(name).is_dir() for name in last):
+        raise ValueError("the model must stand before --served-model-name and --api-key, which take all that follows")
     if options.coordinator is not None:
         return _serve_together(options)
     for name in ("num_processes", "process_id", "local_device_ids"):
@@ -239,7 +242,7 @@ def _info(options: argparse.Namespace) -> int:
     if options.gpu_memory_gb is not None:
         limit = int(options.gpu_memory_utilization * options.gpu_memory_gb * 1e9)
         memory = DeviceMemory(options.gpu, limit, limit)
-    config, reasons = complete(EngineConfig(**given_fields(options, EngineConfig)), model, facts, memory)
+    config, reasons = complete(serving.make_config(options), model, facts, memory)
     align, scratch = align_config(config, model), scratch_bytes(config, model, facts)
     sizes = pool_sizes(align, config, model, memory, reserved_bytes=scratch + facts.weight_bytes)
     explained = Explanation.of(config, reasons, align, sizes, memory, facts, scratch)
@@ -340,7 +343,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--gpu-memory-gb", type=float, metavar="N", help=text)
     text = "the kind of that GPU, for its speed (default: %(default)s)"
     info.add_argument("--gpu", default="NVIDIA H200", metavar="NAME", help=text)
-    add_fields(info.add_argument_group("engine"), EngineConfig)
+    serving.add_engine_options(info.add_argument_group("engine"))
 
     steps = add("trace", _trace, "print a file that Engine.trace wrote, one line for each row of each step")
     steps.add_argument("file", metavar="FILE", type=Path)
@@ -387,6 +390,8 @@ def main(arguments: list[str] | None = None) -> int:
             _take_memory(options.gpu_memory_utilization)
         if "model" in options:
             options.model, options.model_name = find_model(options.directory or options.model, options.revision)
+        if getattr(options, "dtype", None) == "auto":
+            options.dtype = None
         return options.run(options)
     except KeyboardInterrupt:
         return 130

@@ -135,17 +135,17 @@ def _handlers(service: Service) -> dict:
 
 async def _models(service: Service, request: Request) -> Response:
     service.keys.check(request.headers)
-    return json_response({"object": "list", "data": [_card(service)]})
+    return json_response({"object": "list", "data": [_card(service, name) for name in service.names]})
 
 
 async def _model(service: Service, request: Request) -> Response:
     service.keys.check(request.headers)
-    service.check_model(request.path_params["name"])
-    return json_response(_card(service))
+    name = request.path_params["name"]
+    service.check_model(name)
+    return json_response(_card(service, name))
 
 
-def _card(service: Service) -> dict:
-    name = service.settings.model_name
+def _card(service: Service, name: str) -> dict:
     owner, length = "mamba-align-jax", service.max_model_len
     return {"id": name, "object": "model", "created": service.started, "owned_by": owner, "max_model_len": length}
 

@@ -12,10 +12,11 @@ from typing import Any
 from mamba_align_jax import _values as values
 from mamba_align_jax._options import add_fields, given_fields
 from mamba_align_jax.engine.config import EngineConfig
-from mamba_align_jax.engine.text.chat_template import load_chat_template
+from mamba_align_jax.engine.text.chat_template import ChatTemplate, load_chat_template
 from mamba_align_jax.errors import FieldError
 from mamba_align_jax.serve.events.options import add_event_options, event_listener
 from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
+from mamba_align_jax.serve.vllm_flags import NAMES, add_vllm_options, fields_of
 
 # What serves many clients best where it is not the engine's own default.
 _DEFAULTS = {"max_waiting": 1024}
@@ -26,12 +27,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="the address to listen at; 0.0.0.0 is all (default: %(default)s)")
     add("--port", type=int, default=8000, help="the port; 0 takes a free one (default: %(default)s)")
-    add(
-        "--served-model-name", metavar="NAME", help="the model's name in the API; default: ORG/NAME, or its directory's"
-    )
-    add("--api-key", action="append", default=[], metavar="KEY", help="a key that clients may have; may be repeated")
+    text = "the model's names in the API, of which answers have the first; default: ORG/NAME, or its directory's"
+    add("--served-model-name", nargs="+", metavar="NAME", help=text)
+    add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="keys that clients may have")
     add("--api-key-file", type=Path, metavar="FILE", help="a file with a key in each line")
     add_dtype(parser)
+    text = "a file with a chat template, or the template itself; default: the model's own"
+    add("--chat-template", metavar="FILE", help=text)
+    text = "draws the seeds of calls that have none; default: numbers that nobody can guess"
+    add("--seed", type=int, metavar="N", help=text)
     text = "fields that a call leaves out are those of generation_config.json"
     add("--sampling-defaults", action="store_true", help=text)
     add("--min-priority", type=int, default=0, help="the smallest priority number that a client may ask for")
@@ -41,9 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--save-cache", type=Path, metavar="DIR", help=text)
     add("--access-log", action="store_true", help="log each call")
     engine = parser.add_argument_group("engine")
-    add_fields(engine, EngineConfig, defaults=_DEFAULTS)
+    add_engine_options(engine)
     text = "the number of this host's devices that share the model (default: 1)"
-    engine.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help=text)
+    engine.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help=text)
     add_event_options(parser)
     add = parser.add_argument_group("several processes", "one engine over the devices of all of them").add_argument
     add("--coordinator", metavar="HOST:PORT", help="the address of process 0, which serves; the others work for it")
@@ -53,10 +57,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_fields(parser.add_argument_group("limits"), Limits, prefix="limit_")
 
 
+def add_engine_options(group: argparse._ArgumentGroup) -> None:
+    """Adds the options of which `make_config` makes an EngineConfig."""
+    add_fields(group, EngineConfig, defaults=_DEFAULTS, names=NAMES)
+    add_vllm_options(group.add_argument)
+
+
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """Adds the option of a model's dtype."""
-    dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, help="default: the dtype of the weights")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    text = "the dtype of weights and activations; auto, the default, is that of config.json or else of the weights"
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help=text)
 
 
 def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int:
@@ -81,10 +92,10 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
     settings = make_settings(options)
     # Sockets take a larger number for another one.
     values.integer("port", options.port, 0, 2**16 - 1)
-    config = EngineConfig(**given_fields(options, EngineConfig))
+    config, template = make_config(options), make_template(options)
     if options.save_cache is not None:
         mode = config.prefix_cache
-        values.require(mode != "none", "prefix_cache", "'align' or 'all' with --save-cache", mode)
+        values.require(mode != "none", NAMES["prefix_cache"], "'align' or 'all' with --save-cache", mode)
         options.save_cache.mkdir(parents=True, exist_ok=True)
     with event_listener(options) as listener:
         engine = load(config)
@@ -94,7 +105,7 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
         directory: Path | None = options.save_cache
         if directory is not None and not restore_cache(engine, directory):
             directory = None
-        app = create_app(engine, settings, load_chat_template(options.model), when_compiled=freeze)
+        app = create_app(engine, settings, template, when_compiled=freeze)
         where, logging = dict(host=options.host, port=options.port), uvicorn.config.LOGGING_CONFIG
         server = make_server(app, settings.limits, **where, access_log=options.access_log, log_config=logging)
         name = settings.model_name
@@ -156,6 +167,26 @@ def save_cache(engine: Any, directory: Path) -> None:
         print(f"mamba-align: the cached prefixes are saved in {directory}", file=sys.stderr)
 
 
+def make_config(options: argparse.Namespace) -> EngineConfig:
+    """Returns what the options say of the engine.
+
+    Raises:
+        ValueError: An option has a wrong value. It has the option's name.
+    """
+    try:
+        return EngineConfig(**given_fields(options, EngineConfig) | fields_of(options))
+    except FieldError as error:
+        raise error.renamed(NAMES.get(error.field, error.field)) from error
+
+
+def make_template(options: argparse.Namespace) -> ChatTemplate | None:
+    """Returns the chat template that the options name, or else the model's own. It raises what `run` raises."""
+    text = options.chat_template
+    if text is not None and not set("{}\n") & set(text):
+        text = Path(text).read_text(encoding="utf8")
+    return load_chat_template(options.model, text)
+
+
 def make_settings(options: argparse.Namespace) -> Settings:
     """Returns what the options say of the server. It raises what `run` raises."""
     keys = list(options.api_key)
@@ -172,8 +203,11 @@ def make_settings(options: argparse.Namespace) -> Settings:
         limits = Limits(**given_fields(options, Limits, "limit_"))
     except FieldError as error:
         raise error.renamed(f"limit_{error.field}") from error
+    name, *aliases = options.served_model_name or [options.model_name]
     return Settings(
-        model_name=options.served_model_name or options.model_name,
+        model_name=name,
+        model_aliases=tuple(aliases),
+        seed=options.seed,
         api_keys=tuple(keys),
         sampling_defaults=defaults,
         min_priority=options.min_priority,

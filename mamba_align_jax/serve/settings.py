@@ -50,10 +50,12 @@ class Settings:
 
     Attributes:
         model_name: The model's name in the API and in metrics.
+        model_aliases: Other names by which calls may mean it. Answers have `model_name`.
         api_keys: The keys that clients may have; without any, no key is asked for. Clients with different keys never
             share cached prefixes.
         sampling_defaults: Fields of `SamplingParams` for calls that leave them out, as
             `mamba_align_jax.models.config_files.read_sampling_defaults` returns them.
+        seed: Draws the seeds of calls that have none, one after the other; None draws numbers that nobody can guess.
         min_priority: The smallest priority number that a client may ask for. Those with smaller numbers run first, so
             with 0 clients may let others go first, and no more.
         warmup: What is compiled before the server is ready: "usual" programs, "full" for those too that change logits or
@@ -63,14 +65,18 @@ class Settings:
     """
 
     model_name: str = "model"
+    model_aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
     min_priority: int = 0
     warmup: str = "usual"
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         values.require(bool(values.text("model_name", self.model_name)), "model_name", "text", self.model_name)
+        object.__setattr__(self, "model_aliases", values.texts("model_aliases", self.model_aliases))
+        object.__setattr__(self, "seed", values.optional_integer("seed", self.seed, 0))
         is_sequence = isinstance(self.api_keys, tuple | list)
         values.require(is_sequence, "api_keys", "a sequence of keys", type(self.api_keys))
         for key in self.api_keys:

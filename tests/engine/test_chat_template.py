@@ -44,6 +44,7 @@ def test_template_is_found_as_transformers_finds_it(tmp_path):
     assert load_chat_template(tmp_path).render(CHAT) == "False"
     own.write_text("{{ messages | length }}{{ eos_token }}")
     assert load_chat_template(tmp_path).render(CHAT) == "3</s>"
+    assert load_chat_template(tmp_path, "{{ bos_token }}").render(CHAT) == "<s>"
     own.unlink()
     for content, wanted in (("{", "must be JSON"), ("[]", "an object"), ('{"chat_template": 3}', "must be text")):
         file.write_text(content)

@@ -27,8 +27,8 @@ from mamba_align_jax.models import load_model
 
 KEY, MODEL = "key-of-the-load-test", "bundled"
 LIMITS = dict(limit_receive_s=3, limit_send_s=5, limit_body_bytes=200_000, limit_connections=1024)
-SIZES = dict(max_num_seqs=8, max_model_len=512, max_waiting=48, block_size=64, num_state_blocks=200, num_kv_pages=600)
-SIZES |= dict(max_num_batched_tokens=128, max_prefill_rows=4)
+SIZES = dict(max_num_seqs=8, max_model_len=512, max_waiting=48, mamba_block_size=64, num_state_blocks=200)
+SIZES |= dict(num_kv_pages=600, max_num_batched_tokens=128, max_prefill_rows=4)
 OUTPUT = 16
 # Statuses that a server may answer to a call that is right, because it has too much to do.
 BUSY = (429, 503)

@@ -22,6 +22,7 @@ from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.serve import command
 from mamba_align_jax.serve.settings import Limits
+from mamba_align_jax.serve.vllm_flags import NAMES
 
 # Its programs are compiled quickly. It has no tokenizer.
 QUICK = Path(__file__).parents[1] / "data" / "mamba"
@@ -44,7 +45,7 @@ def test_the_help_has_each_field(kind, prefix):
         *("prompt_lookup_max", "prompt_lookup_min", "checked", "memory_fraction")
     }
     for item in found:
-        assert f"{prefix}{item.name.replace('_', '-')} " in shown
+        assert (f"--{NAMES[item.name]}" if item.name in NAMES else prefix + item.name).replace("_", "-") + " " in shown
         assert item.metadata["about"] in shown
 
 
@@ -66,15 +67,27 @@ def test_options_are_the_engines_and_the_servers(tmp_path):
     file = tmp_path / "keys"
     file.write_text("sk-b\n\n sk-c \n")
     given = options(
-        *("--max-num-seqs", "3", "--async-stepping", "--speculation", "mtp"),
+        *("--max-num-seqs", "3", "--async-scheduling", "--speculation", "mtp"),
         *("--api-key", "sk-a", "--api-key-file", str(file), "--limit-body-bytes", "100", "--limit-call-s", "7.5"),
         *("--window-layout", "DS", "--state-layout", "VK", "--kv-page-size", "32"),
         *("--policy", "deferred", "--fold-length", "32"),
-        *("--served-model-name", "name", "--min-priority", "-3", "--warmup", "none", "--port", "0"),
+        *(
+            "--served-model-name",
+            "name",
+            "other",
+            "--seed",
+            "9",
+            "--mamba-cache-mode",
+            "all",
+            "--mamba-block-size",
+            "64",
+        ),
+        *("--max-model-len", "32k", "--min-priority", "-3", "--warmup", "none", "--port", "0"),
     )
     settings = command.make_settings(given)
     assert settings.api_keys == ("sk-a", "sk-b", "sk-c")
     assert (settings.limits.body_bytes, settings.limits.call_s, settings.limits.choices) == (100, 7.5, 16)
+    assert (settings.model_name, settings.model_aliases, settings.seed) == ("name", ("other",), 9)
     assert (settings.model_name, settings.min_priority, settings.warmup) == ("name", -3, "none")
     found = []
 
@@ -87,6 +100,9 @@ def test_options_are_the_engines_and_the_servers(tmp_path):
     assert found == [
         EngineConfig(
             max_num_seqs=3,
+            max_model_len=32_000,
+            prefix_cache="all",
+            block_size=64,
             async_stepping=True,
             speculation="mtp",
             max_waiting=1024,
@@ -125,6 +141,18 @@ def test_sampling_defaults_are_the_models(tmp_path):
     assert command.make_settings(given).sampling_defaults == {"temperature": 0.7, "top_k": 20}
 
 
+def test_a_chat_template_is_a_file_or_a_text_and_knows_the_models_tokens(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": "own"}))
+    (tmp_path / "file.jinja").write_text("{{ bos_token }} file")
+    for given, text in (
+        ([str(tmp_path / "file.jinja")], "<s> file"),
+        (["{{ bos_token }} text"], "<s> text"),
+        ([], "own"),
+    ):
+        template = command.make_template(options(*given and ["--chat-template", *given], model=tmp_path))
+        assert template.render([]) == text
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -133,6 +161,10 @@ def test_sampling_defaults_are_the_models(tmp_path):
         (["--api-key-file", "/nowhere"], "No such file"),
         (["--api-key-file", "/dev/null"], "api_key_file must have a key"),
         (["--max-num-seqs", "0"], "max_num_seqs must be None or at least 1"),
+        (["--mamba-block-size", "0"], "mamba_block_size must be None or at least 1"),
+        (["--chat-template", "/nowhere"], "No such file"),
+        (["--chat-template", "{% endfor %}"], "the chat template must"),
+        (["--seed", "-1"], "seed must be None or at least 0"),
         (["--port", "-1"], "port must be at least 0, got -1"),
         (["--port", "65536"], "port must be at most 65535, got 65536"),  # the system would take port 0
     ],
@@ -143,8 +175,8 @@ def test_wrong_options_are_said_in_a_line(capsys, arguments, said):
 
 
 def test_a_cache_that_is_not_kept_is_not_saved(tmp_path, capsys):
-    assert main(["serve", "--port", "0", "--save-cache", str(tmp_path / "new"), "--prefix-cache", "none"]) == 2
-    assert "prefix_cache must be 'align' or 'all' with --save-cache, got 'none'" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--save-cache", str(tmp_path / "new"), "--mamba-cache-mode", "none"]) == 2
+    assert "mamba_cache_mode must be 'align' or 'all' with --save-cache, got 'none'" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -163,7 +195,16 @@ def test_a_cache_is_restored_at_the_start_and_saved_at_the_end(tmp_path, capsys,
 
     monkeypatch.setattr("mamba_align_jax.serve.server.make_server", lambda *_, **__: None)
     monkeypatch.setattr("mamba_align_jax.serve.server.run", serve)
-    sizes = ("--max-num-seqs", "2", "--max-model-len", "64", "--block-size", "16", "--max-num-batched-tokens", "32")
+    sizes = (
+        "--max-num-seqs",
+        "2",
+        "--max-model-len",
+        "64",
+        "--mamba-block-size",
+        "16",
+        "--max-num-batched-tokens",
+        "32",
+    )
     given = options("--save-cache", str(tmp_path / "cache"), "--port", "0", *sizes, model=QUICK)
     said = []
     for _ in range(3):

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from fakes.http import Served
 
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
+from mamba_align_jax.serve.settings import Settings
 
 PROMPT = "def read(self, name):\n    "
 OTHER = "class Parser:\n    "
@@ -101,6 +103,20 @@ def test_choices_of_a_stream_are_told_apart_by_their_index(served):
 def test_without_a_seed_answers_differ(served):
     draw = lambda: served.complete(PROMPT, max_tokens=24, temperature=2)["choices"][0]["token_ids"]
     assert len({tuple(draw()) for _ in range(4)}) > 1
+
+
+def test_a_server_may_have_a_seed_and_several_names(engine):
+    settings = Settings(model_name="org/bytes", model_aliases=("b",), seed=5, warmup="none")
+    answers = []
+    for _ in range(2):
+        with Served(engine, settings) as served:
+            cards = served.client.get("/v1/models").json()["data"]
+            assert cards == [served.client.get(f"/v1/models/{name}").json() for name in ("org/bytes", "b")]
+            calls = [served.complete([PROMPT, PROMPT], model=name, max_tokens=6, temperature=2) for name in ("b", None)]
+        assert {answer["model"] for answer in calls} == {"org/bytes"}
+        answers.append([choice["token_ids"] for answer in calls for choice in answer["choices"]])
+    assert answers[0] == answers[1]
+    assert len({*map(tuple, answers[0])}) == 4
 
 
 def test_any_whole_number_is_a_seed(served):

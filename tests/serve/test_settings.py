@@ -13,6 +13,8 @@ from mamba_align_jax.serve.settings import Limits, Settings
 # For each field, values that it must not take.
 BAD_SETTINGS = {
     "model_name": ("", None, 5, b"x", "\ud800"),
+    "model_aliases": (None, 5, ("",), (5,), b"x"),
+    "seed": (-1, 0.5, "0", True),
     "api_keys": ("sk", None, 5, ("",), ("ä",), ("a b\n",), (" a",), (5,), {"sk"}),
     "sampling_defaults": ({"top_p": 2}, {"top_p": None}),
     "min_priority": (0.5, None, "0", True),

@@ -91,11 +91,15 @@ def _text_of(answer: Any) -> str:
     return answer["text"]
 
 
-def load_chat_template(path: str | Path) -> ChatTemplate | None:
+def load_chat_template(path: str | Path, source: str | None = None) -> ChatTemplate | None:
     """Loads the chat template of a Hugging Face directory, from chat_template.jinja or tokenizer_config.json.
 
+    Args:
+        path: The directory.
+        source: The text of another template, which is taken instead. It may name the directory's special tokens.
+
     Returns:
-        The template; None if the directory has none, or if `jinja2` isn't installed.
+        The template; None if there is none, or if `jinja2` isn't installed.
 
     Raises:
         ValueError: The template or tokenizer_config.json is wrong.
@@ -110,6 +114,12 @@ def load_chat_template(path: str | Path) -> ChatTemplate | None:
         except ValueError as error:
             raise ValueError(f"tokenizer_config.json must be JSON, got {error}") from error
     values.require(isinstance(config, Mapping), "tokenizer_config.json", "an object", config)
+    source = _own_template(directory, config) if source is None else source
+    return None if source is None else ChatTemplate(source, _special_tokens(config))
+
+
+def _own_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the text of a directory's own template; None if it has none."""
     source = config.get("chat_template")
     with contextlib.suppress(FileNotFoundError):
         source = (directory / "chat_template.jinja").read_text(encoding="utf8")
@@ -117,10 +127,8 @@ def load_chat_template(path: str | Path) -> ChatTemplate | None:
         # Several templates with names.
         named = [one for one in source if isinstance(one, Mapping) and one.get("name") == "default"]
         source = named[0].get("template") if named else None
-    if source is None:
-        return None
-    values.require(isinstance(source, str), "chat_template", "text", source)
-    return ChatTemplate(source, _special_tokens(config))
+    values.require(source is None or isinstance(source, str), "chat_template", "text", source)
+    return source
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from mamba_align_jax.serve.api.form import Form
 from mamba_align_jax.serve.api.generation import Choice
 from mamba_align_jax.serve.api.messages import take_prompt
 from mamba_align_jax.serve.api.sampling import make_params, take_grammar, take_sampling
-from mamba_align_jax.serve.api.service import Service, take_seed
+from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.limits.clients import EventStream
 from mamba_align_jax.serve.refusals import Refusal
@@ -49,7 +49,7 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
         await service.check_grammar(found["grammar"])
     if top_logprobs is not None and not with_logprobs:
         raise Refusal(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    found |= {"seed": take_seed(found), "cache_salt": cache_salt(key, salt)}
+    found |= {"seed": service.take_seed(found), "cache_salt": cache_salt(key, salt)}
     if with_logprobs:
         found["logprobs"] = top_logprobs or 0
     service.check_length(len(tokens), 1, "messages")

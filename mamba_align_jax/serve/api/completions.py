@@ -14,7 +14,7 @@ from mamba_align_jax.serve.api.form import Form, Streaming
 from mamba_align_jax.serve.api.generation import Choice
 from mamba_align_jax.serve.api.offsets import TextOffsets
 from mamba_align_jax.serve.api.sampling import make_params, take_sampling
-from mamba_align_jax.serve.api.service import Service, take_seed
+from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.limits.clients import EventStream
 from mamba_align_jax.serve.refusals import Refusal
@@ -40,7 +40,7 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     found = take_sampling(fields, service.settings)
     fields.end()
     has_seed = "seed" in found
-    found |= {"seed": take_seed(found), "cache_salt": cache_salt(key, salt)}
+    found |= {"seed": service.take_seed(found), "cache_salt": cache_salt(key, salt)}
     if logprobs is not None:
         found["logprobs"] = logprobs
         if echo:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,8 @@ class Service:
         """Makes the service of an engine. `template` writes chats as text; None refuses them."""
         self.serving, self.settings, self.template = serving, settings, template
         self.max_model_len = serving.engine.longest_sequence
+        self.names = (settings.model_name, *settings.model_aliases)
+        self._new_seed = secrets.randbelow if settings.seed is None else random.Random(settings.seed).randrange
         self.keys = Keys(settings.api_keys)
         self.metrics = Metrics(serving.engine, settings.model_name)
         self._rendering, self._reading, self._compiling = (OneAtATime(_MAX_WAITING) for _ in range(3))
@@ -80,8 +83,8 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Refuses a call that means another model than the one that is served."""
-        if name != self.settings.model_name:
-            message = f"the model {name[:80]!r} does not exist: this server has {self.settings.model_name!r}"
+        if name not in self.names:
+            message = f"the model {name[:80]!r} does not exist: this server has {', '.join(map(repr, self.names))}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     def tokenizer(self, param: str) -> Tokenizer:
@@ -186,14 +189,12 @@ class Service:
     ) -> list[Asked]:
         """Returns the requests for n choices to each prompt: the seed is the next number for each choice.
 
-        Without a seed of the caller's, each prompt has one that nobody can guess, so that equal prompts get answers of
-        their own.
+        Without a seed of the caller's, each prompt has one of its own, so that equal prompts get different answers.
         """
-        first = lambda: params if has_seed else with_seed(params, secrets.randbelow(NUM_SEEDS))
+        first = lambda: params if has_seed else with_seed(params, self._new_seed(NUM_SEEDS))
         return [(prompt, one) for prompt in prompts for one in seeded(first(), n)]
 
-
-def take_seed(found: Mapping[str, Any]) -> int:
-    """Returns a call's seed, which may be any whole number; without one, a number that nobody can guess."""
-    seed = found.get("seed")
-    return (secrets.randbelow(NUM_SEEDS) if seed is None else seed) % NUM_SEEDS
+    def take_seed(self, found: Mapping[str, Any]) -> int:
+        """Returns a call's seed, which may be any whole number; without one, a new one: see `Settings.seed`."""
+        seed = found.get("seed")
+        return (self._new_seed(NUM_SEEDS) if seed is None else seed) % NUM_SEEDS
