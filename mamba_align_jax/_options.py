@@ -57,8 +57,7 @@ def add_fields(
         if default is None and "is_chosen" in item.metadata:
             about += " (default: chosen for the model and the device)"
         if item.type is bool:
-            action: Any = argparse.BooleanOptionalAction if default is None else "store_true"
-            group.add_argument(name, dest=dest, action=action, default=default, help=about)
+            group.add_argument(name, dest=dest, action=argparse.BooleanOptionalAction, default=default, help=about)
             continue
         about = about if default is None else f"{about} (default: {default})"
         if item.metadata["choices"]:

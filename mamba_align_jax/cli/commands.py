@@ -20,6 +20,7 @@ from rich.table import Table
 from mamba_align_jax import __version__
 from mamba_align_jax import _values as values
 from mamba_align_jax.cli.hub import find_model
+from mamba_align_jax.cli.options import Help, options_in
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.load import bench
@@ -318,8 +319,10 @@ def _parser() -> argparse.ArgumentParser:
     def add(
         name: str, run: Callable[[argparse.Namespace], int], text: str, *options: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, parents=options)
-        command.set_defaults(run=run)
+        command = commands.add_parser(name, help=text, description=text, parents=options, add_help=False)
+        text = "show this help, or with --help=TEXT a group, or the options whose names have the text"
+        command.add_argument("-h", "--help", action=Help, nargs="?", metavar="TEXT", help=text)
+        command.set_defaults(run=run, parser=command)
         return command
 
     demo = add("demo", _demo, "serve the same requests in every mode, check every token, and compare", model)
@@ -335,7 +338,11 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")
     _add_sampling(chat, max_tokens=512)
 
-    serving.add_options(add("serve", _serve, "serve a model over HTTP, with OpenAI's API", model))
+    serve = add("serve", _serve, "serve a model over HTTP, with OpenAI's API", model)
+    serve.usage = "%(prog)s [MODEL] [options]"
+    text = "a YAML file with options, whose keys are their names without dashes; those of the command line win"
+    serve.add_argument("--config", type=Path, metavar="FILE", help=text)
+    serving.add_options(serve)
 
     info = add("info", _info, "show what a model's states cost and how many blocks fit", model)
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -386,12 +393,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        if hasattr(options, "gpu_memory_utilization"):
-            _take_memory(options.gpu_memory_utilization)
+        if getattr(options, "config", None) is not None:
+            # What the file says takes the place of the defaults.
+            options.parser.set_defaults(**vars(options.parser.parse_args(options_in(options.config))))
+            options = parser.parse_args(arguments)
         if "model" in options:
             options.model, options.model_name = find_model(options.directory or options.model, options.revision)
         if getattr(options, "dtype", None) == "auto":
             options.dtype = None
+        if "gpu_memory_utilization" in options:
+            _take_memory(options.gpu_memory_utilization)
         return options.run(options)
     except KeyboardInterrupt:
         return 130

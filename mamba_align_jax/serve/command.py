@@ -37,13 +37,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "draws the seeds of calls that have none; default: numbers that nobody can guess"
     add("--seed", type=int, metavar="N", help=text)
     text = "fields that a call leaves out are those of generation_config.json"
-    add("--sampling-defaults", action="store_true", help=text)
+    switch: dict[str, Any] = dict(action=argparse.BooleanOptionalAction, default=False)
+    add("--sampling-defaults", **switch, help=text)
     add("--min-priority", type=int, default=0, help="the smallest priority number that a client may ask for")
     text = "the programs that are compiled first (default: %(default)s)"
     add("--warmup", choices=WARMUPS, default="usual", help=text)
     text = "the cached prefixes are saved in this directory when the server stops, and taken from it when it starts"
     add("--save-cache", type=Path, metavar="DIR", help=text)
-    add("--access-log", action="store_true", help="log each call")
+    add("--access-log", **switch, help="log each call")
     engine = parser.add_argument_group("engine")
     add_engine_options(engine)
     text = "the number of this host's devices that share the model (default: 1)"

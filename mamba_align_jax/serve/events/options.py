@@ -19,7 +19,8 @@ def add_event_options(parser: argparse.ArgumentParser) -> None:
     add("--kv-events-replay", metavar="ADDRESS", help="send again here what a reader of --kv-events has missed")
     add("--state-events", metavar="ADDRESS", help="publish pages and states here, in one order")
     add("--state-events-replay", metavar="ADDRESS", help="send again here what a reader of --state-events has missed")
-    add("--events-connect", action="store_true", help="readers listen at these addresses, and the server connects")
+    text = "readers listen at these addresses, and the server connects"
+    add("--events-connect", action=argparse.BooleanOptionalAction, default=False, help=text)
     add("--events-topic", default="", metavar="TEXT", help="the topic of the messages, as kv@POD@MODEL; default: none")
 
 
