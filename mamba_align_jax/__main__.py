@@ -3,6 +3,7 @@
 import sys
 
 from mamba_align_jax import __version__
+from mamba_align_jax.cli import env
 
 # What the extra `cli` installs, by the names of the modules.
 _EXTRA = ("flax", "huggingface_hub", "jinja2", "rich", "safetensors", "tokenizers", "yaml")
@@ -11,11 +12,15 @@ _EXTRA = ("flax", "huggingface_hub", "jinja2", "rich", "safetensors", "tokenizer
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit status.
 
-    Without the extra `cli` it gives the version, and says for anything else that the extra is missing, with status 2.
+    Without the extra `cli` it gives the version and the environment, and says for anything else that the extra is missing,
+    with status 2.
     """
-    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+    given = sys.argv[1:] if arguments is None else arguments
+    if given == ["--version"]:
         print(f"mamba-align {__version__}")
         return 0
+    if given[:1] == ["env"]:
+        return env.main(given[1:])
     try:
         from mamba_align_jax.cli import commands
 

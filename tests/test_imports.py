@@ -165,6 +165,11 @@ def test_the_command_gives_its_version_without_any_extra():
     assert python(program) == f"mamba-align {mamba_align_jax.__version__}\n"
 
 
+def test_the_command_says_its_environment_without_any_extra():
+    program = BLOCK.format(blocked=EXTRAS) + COMMAND.format(arguments=["env"])
+    assert f"jax {metadata.version('jax')}, " in python(program)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
 def test_the_help_comes_without_jax(arguments):
     program = BLOCK.format(blocked={"jax", "jaxlib", "flax", "safetensors", "tokenizers"})

@@ -1,4 +1,4 @@
-"""Runs the command line: `mamba-align demo | generate | chat | serve | info | trace | bench`.
+"""Runs the command line: `mamba-align demo | generate | chat | serve | info | trace | bench | env`.
 
 A command imports what only it needs, so that the help comes without JAX.
 """
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from mamba_align_jax import __version__
 from mamba_align_jax import _values as values
+from mamba_align_jax.cli import env
 from mamba_align_jax.cli.hub import find_model
 from mamba_align_jax.cli.options import Help, options_in
 from mamba_align_jax.data import BYTE_MODEL
@@ -355,6 +356,9 @@ def _parser() -> argparse.ArgumentParser:
     steps = add("trace", _trace, "print a file that Engine.trace wrote, one line for each row of each step")
     steps.add_argument("file", metavar="FILE", type=Path)
     steps.add_argument("--request", type=int, metavar="ID", help="print this request only")
+
+    # `__main__` runs it, because it needs no extra.
+    commands.add_parser("env", help=env.ABOUT).set_defaults(run=lambda options: env.main([]))
 
     load = add("bench", _bench, "time the engine under load, in several modes", model)
     serving.add_dtype(load)
