@@ -31,11 +31,11 @@ class EngineConfig:
     device, and its `config` has what was chosen: see "What an engine chooses" in docs/scheduling.md. What is given stays.
 
     Attributes:
-        prefix_cache: "align" keeps states at block boundaries where chunks of prompts end. "all" keeps them at every
-            boundary, those inside chunks too, so that hits are longer: see docs/scheduling.md. "none" keeps nothing between
-            requests. May be left out.
-        policy: "copy_free", "pre_copy" or "deferred": see docs/scheduling.md. "deferred" is for models whose recurrent
-            layers are gated delta nets or Mamba-2.
+        prefix_cache: "align" keeps states at block boundaries where chunks of prompts end, "all" at every boundary, "none"
+            keeps nothing between requests. With "all" hits are longer: see docs/scheduling.md. May be left out.
+        policy: "copy_free" reads states where the last step left them, "pre_copy" copies them first, "deferred" writes one
+            per group of tokens: see docs/scheduling.md. "deferred" is for models whose recurrent layers are gated delta
+            nets or Mamba-2.
         fold_length: Number of tokens between the states that policy "deferred" writes; a divisor of `block_size`, and
             more than 2 * `num_speculative_tokens`.
         block_size: Number of tokens between state boundaries; a multiple of `kv_page_size`. May be left out.
@@ -50,8 +50,8 @@ class EngineConfig:
         num_speculative_tokens: Largest number of draft tokens per request and step, K; 0 turns speculation off. A
             running request holds about K more state blocks, except under policy "deferred", and `block_size` must be at
             least K + 1.
-        speculation: "prompt_lookup" drafts by prompt lookup; "mtp" drafts with the model's own head, whose keys take
-            one more layer of every page.
+        speculation: "prompt_lookup" drafts what followed the same tokens earlier in the request; "mtp" drafts with the
+            model's own head, whose keys take one more layer of every page.
         async_stepping: If True, a step is dispatched before the tokens of the last one are read, so that the device
             never waits for the host. Drafts are then made on the device, and a running request holds one state block
             more, or a few if blocks are small. May be left out.
@@ -79,9 +79,16 @@ class EngineConfig:
     """
 
     prefix_cache: str = chosen(
-        '"align" keeps states at block boundaries where chunks of prompts end', PREFIX_CACHE_MODES
+        '"align" keeps states at block boundaries where chunks of prompts end, "all" at every boundary, "none" keeps '
+        "nothing between requests",
+        PREFIX_CACHE_MODES,
     )
-    policy: str = option("copy_free", '"copy_free", "pre_copy" or "deferred": see docs/scheduling.md', POLICIES)
+    policy: str = option(
+        "copy_free",
+        '"copy_free" reads states where the last step left them, "pre_copy" copies them first, "deferred" writes one per '
+        "group of tokens",
+        POLICIES,
+    )
     fold_length: int = option(16, 'Number of tokens between the states that policy "deferred" writes')
     block_size: int = chosen("Number of tokens between state boundaries")
     kv_page_size: int = chosen("Number of tokens of a KV page")
@@ -92,7 +99,8 @@ class EngineConfig:
     num_speculative_tokens: int = option(0, "Largest number of draft tokens per request and step, K")
     speculation: str = option(
         "prompt_lookup",
-        '"prompt_lookup" drafts by prompt lookup; "mtp" drafts with the model\'s own head',
+        '"prompt_lookup" drafts what followed the same tokens earlier in the request; "mtp" drafts with the model\'s own '
+        "head",
         SPECULATIONS,
     )
     async_stepping: bool = chosen(

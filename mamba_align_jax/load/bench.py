@@ -38,10 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suffix", **number, default=64, help="tokens that one prompt has, or one turn adds")
     parser.add_argument("--output", **number, default=64, help="tokens of each answer")
     parser.add_argument("--turns", **number, default=1, help="turns of each conversation, which share no prefix")
-    parser.add_argument("--seed", **number, default=13)
-    parser.add_argument(
-        "--mamba-block-size", dest="block_size", **number, help="tokens per state block; default: chosen"
-    )
+    parser.add_argument("--seed", **number, default=13, help="draws the prompts' tokens (default: %(default)s)")
+    text = "tokens per state block; default: chosen"
+    parser.add_argument("--mamba-block-size", dest="block_size", **number, help=text)
     parser.add_argument("--max-num-batched-tokens", **number, help="tokens of a step; default: chosen")
     parser.add_argument("--json", metavar="FILE", help="write the table's numbers to FILE, a JSON object in each line")
 

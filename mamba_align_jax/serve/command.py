@@ -39,8 +39,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "fields that a call leaves out are those of generation_config.json"
     switch: dict[str, Any] = dict(action=argparse.BooleanOptionalAction, default=False)
     add("--sampling-defaults", **switch, help=text)
-    add("--min-priority", type=int, default=0, help="the smallest priority number that a client may ask for")
-    text = "the programs that are compiled first (default: %(default)s)"
+    add(
+        "--min-priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the smallest priority number that a client may ask for",
+    )
+    text = "what is compiled before calls are taken: the usual programs, those for penalties and log-probabilities as well "
+    text += "(full), or none (default: %(default)s)"
     add("--warmup", choices=WARMUPS, default="usual", help=text)
     text = "the cached prefixes are saved in this directory when the server stops, and taken from it when it starts"
     add("--save-cache", type=Path, metavar="DIR", help=text)
