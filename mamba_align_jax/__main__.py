@@ -6,7 +6,7 @@ from mamba_align_jax import __version__
 from mamba_align_jax.cli import env
 
 # What the extra `cli` installs, by the names of the modules.
-_EXTRA = ("flax", "huggingface_hub", "jinja2", "rich", "safetensors", "tokenizers", "yaml")
+_EXTRA = ("flax", "jinja2", "rich", "safetensors", "tokenizers", "yaml")
 
 
 def main(arguments: list[str] | None = None) -> int:

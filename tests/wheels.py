@@ -73,6 +73,7 @@ def use(python: str, wheel: Path, extra: str, answer: str, folder: Path) -> None
         assert run(*command, "--version", folder=folder) == f"mamba-align {version}\n"
         said = run(*command, folder=folder, status=2)
         assert answer in said, said
+        assert f"mamba-align-jax: {version}\n" in run(*command, "env", folder=folder)
     if not extra:
         for name in RESOLVED:
             run(bin / "pip", "install", "--quiet", "--dry-run", f"{wheel}[{name}]", folder=folder)
