@@ -29,9 +29,9 @@ from pallas_kernels import CHUNK_SIZE
 
 # What a CPU gets.
 _SMALL: Mapping[str, Any] = MappingProxyType(
-    dict(prefix_cache="align", async_stepping=False, max_num_seqs=8, max_num_batched_tokens=512, max_prefill_rows=4)
+    dict(prefix_cache="align", async_stepping=False, max_num_seqs=8, max_prefill_rows=4)
 )
-_SMALL_PAGE, _PAGE = 16, 64
+_SMALL_TOKENS, _SMALL_PAGE, _PAGE = 512, 16, 64
 _PROMPT_TOKENS, _PREFILL_ROWS = 8192, 4
 _MAX_DELAY_S = 0.05  # of decoding requests by the prompts of a step
 _MIN_MIXED_TOKENS = 256
@@ -97,7 +97,8 @@ def complete(
     """
     chosen = _Choices(config)
     if memory.limit is None:
-        for name, value in _SMALL.items():
+        small = dict(_SMALL, max_num_batched_tokens=max(_SMALL_TOKENS, config.max_mixed_tokens or 0))
+        for name, value in small.items():
             chosen.put(name, value, "the device is a CPU")
         _choose_blocks(chosen, _SMALL_PAGE)
         chosen.put("max_mixed_tokens", chosen.config.max_num_batched_tokens, "as for other steps")
