@@ -19,7 +19,7 @@ from benchmarks.model import CONFIGURATION
 from benchmarks.random_model import MODELS, random_model
 from benchmarks.rows import Row, append, facts
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.load.metrics import free_pools
+from mamba_align_jax.load.runs import free_pools
 
 ROWS, CONTEXT, PROMPT, INTERVAL_S, COUNT = 15, 4096, 4096, 1.0, 20
 
