@@ -220,11 +220,6 @@ class _Cta:
         hp.commit_smem()
 
 
-def _kernel(refs: Any, *, max_query_tokens: int, count: int, options: Options) -> None:
-    """Handle one row, one value head, and 64 of its value dims."""
-    _Cta(refs, max_query_tokens, count, options).run()
-
-
 def gated_delta_rule_deferred(
     inputs: Projections, pool: jax.Array, ring: DeltaRuleEntries, rows: Rows, *, options: Options
 ) -> tuple[jax.Array, jax.Array, DeltaRuleEntries]:
@@ -233,7 +228,7 @@ def gated_delta_rule_deferred(
     vectors, group_slots = sizes(rows.max_query_tokens, ring.k.shape[3] // 2)
     count, tile = 3 if pool.dtype == jnp.float32 else 2, hp.SWIZZLE // pool.dtype.itemsize
     results = hp.launch(
-        functools.partial(_kernel, max_query_tokens=rows.max_query_tokens, count=count, options=options),
+        lambda refs: _Cta(refs, rows.max_query_tokens, count, options).run(),
         name="gated_delta_rule_deferred",
         grid=dict(row=rows.num_rows, head=value_heads, value_tile=value_dim // _VALUES),
         inputs=deferred_inputs(rows) | inputs._asdict(),
