@@ -30,7 +30,6 @@ from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import (
     runs_first,
     split_by_variant,
     variants,
-    views,
 )
 
 
@@ -172,10 +171,9 @@ def prefill(inputs: dict[str, Any], pool: jax.Array, *, options: Options, terms:
     plans = [Plan.of(variant) for variant in chosen]
     outputs = dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype))
     outputs |= chunk_intra_sm90.outputs(value_heads, num_chunks, terms)
-    described = [
-        chunk_intra_sm90.memory(WARPGROUPS, k.dtype),
-        *views(chosen, key_dim, terms, v.dtype, pool.dtype, per_channel=False),
-    ]
+    # All are views of the same bytes.
+    of_variants = [each.module.memory(key_dim, terms, v.dtype, pool.dtype, per_channel=False) for each in chosen]
+    described = [chunk_intra_sm90.memory(WARPGROUPS, k.dtype), *of_variants]
     results = hp.launch(
         lambda refs: _Cta(refs, split_by_variant(refs.memory, described), plans, options).run(),
         name="gated_delta_rule_prefill_per_head",

@@ -15,13 +15,7 @@ from pallas_kernels.gated_delta_rule.config import default_prefill_config
 from pallas_kernels.gated_delta_rule.prefill.chunk_intra_per_channel_sm90 import products_per_channel
 from pallas_kernels.gated_delta_rule.prefill.chunk_states_64_sm90 import WARPGROUPS
 from pallas_kernels.gated_delta_rule.prefill.per_head_sm90 import prefill
-from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import (
-    is_selected,
-    runs_first,
-    split_by_variant,
-    variants,
-    views,
-)
+from pallas_kernels.gated_delta_rule.prefill.variants_sm90 import is_selected, runs_first, split_by_variant, variants
 from pallas_kernels.hopper.prefill_rows import TILE, prefill_inputs
 from pallas_kernels.rows import Rows
 
@@ -57,7 +51,8 @@ def _states(inputs: dict[str, Any], pool: jax.Array, layout: StateLayout) -> tup
     """Launch the recurrence with a decay per key channel, on the inputs of `states` in chunk_states.py, by name."""
     v, key_dim, terms = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
     chosen = variants(inputs["read_block"].shape[0], *v.shape[1:])
-    described = views(chosen, key_dim, terms, v.dtype, pool.dtype, per_channel=True)
+    # All are views of the same bytes.
+    described = [each.module.memory(key_dim, terms, v.dtype, pool.dtype, per_channel=True) for each in chosen]
 
     def body(refs):
         cta, taken = hp.axis_index("cta"), hp.semaphores(1).at[0]

@@ -86,13 +86,6 @@ def is_selected(variant: Variant, chosen: Sequence[Variant], is_first: Any) -> A
     return is_first if variant is chosen[0] else ~is_first
 
 
-def views(
-    chosen: Sequence[Variant], key_dim: int, terms: int, dtype: Any, pool_dtype: Any, *, per_channel: bool
-) -> list[list[Any]]:
-    """Return each variant's views of SMEM. All are views of the same bytes."""
-    return [variant.module.memory(key_dim, terms, dtype, pool_dtype, per_channel=per_channel) for variant in chosen]
-
-
 def split_by_variant(memory: Any, described: list[list[Any]]) -> list[list[Any]]:
     """Split a flat list of SMEM references into one list per variant, in the order of `described`."""
     found, rest = [], list(memory)
