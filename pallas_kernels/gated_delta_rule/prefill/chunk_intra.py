@@ -147,6 +147,108 @@ def last_block(decayed_keys: jax.ShapeDtypeStruct) -> int:
     return 16 if decayed_keys.dtype == jnp.bfloat16 and decayed_keys.shape[0] == 1 else 8
 
 
+class _Channels:
+    """The work of `products_per_channel`, which takes the keys in tiles."""
+
+    def __init__(self, refs: Refs, own: HeadChunk, options: Options, interpret: bool) -> None:
+        self.refs, self.options, (self.head, self.chunk, start, end, self.size) = refs, options, own
+        _, key_heads, self.key_dim = refs.k.shape
+        self.key_head = self.head // (refs.beta.shape[1] // key_heads)
+        shape = self.size, self.size
+        self.lane, self.row, self.column = iota((self.size,), 0), iota(shape, 0), iota(shape, 1)
+        self.token = start + self.lane
+        self.live = self.token < end
+        self.product = functools.partial(dot, interpret=interpret)
+        self.exact, self.count = refs.k.dtype == jnp.bfloat16, refs.k_before.shape[0]
+        self.last = last_block(refs.k_before)
+        self.levels = len(_halves(self.size, self.last))
+        self.tile = min(key_lanes(self.key_dim), _MAX_KEYS)
+        self.tiles = key_lanes(self.key_dim) // self.tile
+
+    def run(self) -> None:
+        """Compute and store all results."""
+        refs, tiles, lane = self.refs, self.tiles, self.lane
+        # The squares have a loop of their own, because the other one has no registers to spare.
+        vector, square = jnp.zeros((self.size,), jnp.float32), jnp.zeros((self.size, self.size), jnp.float32)
+        qq, kk, qk = jax.lax.fori_loop(0, tiles, self.add_squares, [vector] * 3)
+        q_norm, k_norm = self.options.scale * _norm(qq, self.options), _norm(kk, self.options)
+        keys, queries = jax.lax.fori_loop(0, tiles, self.add_products, [square] * 2)
+        queries = jnp.where(self.row == self.column, qk[:, None], queries)
+        beta = pt.load(refs.beta.at[self.token, self.head], mask=self.live, other=0.0)
+        at = self.head, self.chunk, lane[:, None], lane[None, :]
+        pt.store(refs.system.at[at], keys * (beta * k_norm)[:, None] * k_norm[None, :])
+        store_terms(refs.attention, queries * q_norm[:, None] * k_norm[None, :], *at)
+        jax.lax.fori_loop(0, tiles, lambda n, _: self.store_decayed(n, q_norm, k_norm), None)
+
+    def take(self, n: jax.Array) -> tuple[jax.Array, ...]:
+        """Load q, k and log2 decays of tile n. Return them, the tile's key indices, and which of these exist."""
+        key, inside = pt.lanes(n, self.tile, self.key_dim)
+        mask = self.live[:, None] & inside[None, :]
+
+        def load(ref, head):
+            return pt.load(ref.at[self.token[:, None], head, key[None, :]], mask=mask, other=0.0)
+
+        q, k = as_operand(load(self.refs.q, self.key_head)), as_operand(load(self.refs.k, self.key_head))
+        return q, k, pt.LOG2_E * load(self.refs.g, self.head), key, inside
+
+    def over_spans(self, g: jax.Array) -> Callable[[jax.Array | int], jax.Array]:
+        """Return a function that sums the log decays over the span with a given index, each sum on its own."""
+        terms, lane = as_terms(g, 2 if self.exact else 3), self.lane
+        load = lambda span: pt.load(self.refs.spans.at[jnp.int32(span), lane[:, None], lane[None, :]])
+        return lambda span: self.product(load(span), terms)
+
+    def split(self, x: jax.Array, count: int) -> Operand:
+        """Return the operand in `count` terms."""
+        return as_terms(x, count) if self.exact else x
+
+    def multiply(self, keys: jax.Array, queries: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the products of decayed keys with decayed earlier keys, and of decayed queries with them."""
+        terms = self.split(earlier, self.count)
+        of_keys = self.product(self.split(keys, self.count), terms, contract=(1, 1))
+        return of_keys, self.product(self.split(queries, 1), terms[:1] if self.exact else terms, contract=(1, 1))
+
+    def add_squares(self, n: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        """Add the squares of queries and of keys, and the products of each token's query and key, over a tile."""
+        q, k, _, _, _ = self.take(n)
+        return [x + _products_of_rows(y, z) for x, (y, z) in zip(sums, ((q, q), (k, k), (q, k)), strict=True)]
+
+    def add_products(self, n: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+        """Add the decayed products of keys, and of queries, with earlier keys over a tile."""
+        q, k, g, _, _ = self.take(n)
+        sums = self.over_spans(jnp.maximum(g, -MAX_EXPONENT / (self.last // 2)))
+
+        def add_level(level, totals):
+            decay = jnp.exp2(sums(level))
+            decayed = _wide(k) * decay
+            # The products of an earlier half's keys with the tokens of the half after it.
+            half = self.lane >> (self.size.bit_length() - 2 - level)
+            across = jnp.where(half % 2 == 1, half - 1, -1)[:, None] == half[None, :]
+            both = self.multiply(decayed, _wide(q) * decay, decayed)
+            return [total + jnp.where(across, x, 0.0) for total, x in zip(totals, both, strict=True)]
+
+        exponents = sums(self.levels)
+        forwards, backwards = jnp.exp2(exponents), jnp.exp2(-exponents)
+        in_block = (self.row // self.last == self.column // self.last) & (self.column < self.row)
+        both = self.multiply(_wide(k) * forwards, _wide(q) * forwards, _wide(k) * backwards)
+        totals = [total + jnp.where(in_block, x, 0.0) for total, x in zip(totals, both, strict=True)]
+        return jax.lax.fori_loop(0, self.levels, add_level, totals)
+
+    def store_decayed(self, n: jax.Array, q_norm: jax.Array, k_norm: jax.Array) -> None:
+        """Store a tile of decayed queries and keys, and its decays over the chunk."""
+        refs, (q, k, g, key, inside) = self.refs, self.take(n)
+        q, k, sums = _wide(q) * q_norm[:, None], _wide(k) * k_norm[:, None], self.over_spans(g)
+        before, after = jnp.exp2(sums(self.levels + 1)), jnp.exp2(sums(self.levels + 2))
+        at = self.head, self.chunk, self.lane[:, None], key[None, :]
+        mask = jnp.broadcast_to(inside[None, :], (self.size, self.tile))
+        for ref, values in ((refs.k_before, before * k), (refs.q_before, before * q), (refs.k_after, after * k)):
+            store_terms(ref, values, *at, mask=mask)
+        pt.store(refs.decay.at[self.head, self.chunk, key], jnp.exp2(jnp.sum(g, axis=0)), mask=inside)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
 def products_per_channel(refs: Refs, own: HeadChunk, *, options: Options, interpret: bool) -> None:
     """Handle one chunk and value head, with a decay per key channel.
 
@@ -158,89 +260,4 @@ def products_per_channel(refs: Refs, own: HeadChunk, *, options: Options, interp
     Reads `q`, `k`, `g`, `beta` and `spans` (see `decay_spans`). Writes `system`, `attention`, `q_before`, `k_before`,
     `k_after` and `decay`.
     """
-    head, chunk, start, end, size = own
-    _, key_heads, key_dim = refs.k.shape
-    key_head = head // (refs.beta.shape[1] // key_heads)
-    lane, row, column = iota((size,), 0), iota((size, size), 0), iota((size, size), 1)
-    token = start + lane
-    live = token < end
-    product = functools.partial(dot, interpret=interpret)
-    exact, count = refs.k.dtype == jnp.bfloat16, refs.k_before.shape[0]
-    last = last_block(refs.k_before)
-    levels = len(_halves(size, last))
-    tile = min(key_lanes(key_dim), _MAX_KEYS)
-    tiles = key_lanes(key_dim) // tile
-
-    def split(x: jax.Array, count: int) -> Operand:
-        return as_terms(x, count) if exact else x
-
-    def wide(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32)
-
-    def take(n):
-        """Load q, k and log2 decays of tile n. Return them, the tile's key indices, and which of these exist."""
-        key, inside = pt.lanes(n, tile, key_dim)
-        mask = live[:, None] & inside[None, :]
-
-        def load(ref, head):
-            return pt.load(ref.at[token[:, None], head, key[None, :]], mask=mask, other=0.0)
-
-        q, k = as_operand(load(refs.q, key_head)), as_operand(load(refs.k, key_head))
-        return q, k, pt.LOG2_E * load(refs.g, head), key, inside
-
-    def over_spans(g: jax.Array) -> Callable[[jax.Array | int], jax.Array]:
-        """Return a function that sums the log decays over the span with a given index, each sum on its own."""
-        terms = as_terms(g, 2 if exact else 3)
-        return lambda span: product(pt.load(refs.spans.at[jnp.int32(span), lane[:, None], lane[None, :]]), terms)
-
-    def multiply(keys, queries, earlier):
-        """Return the products of decayed keys with decayed earlier keys, and of decayed queries with them."""
-        earlier = split(earlier, count)
-        of_keys = product(split(keys, count), earlier, contract=(1, 1))
-        return of_keys, product(split(queries, 1), earlier[:1] if exact else earlier, contract=(1, 1))
-
-    def of_squares(n, carry):
-        q, k, _, _, _ = take(n)
-        return [x + _products_of_rows(y, z) for x, (y, z) in zip(carry, ((q, q), (k, k), (q, k)), strict=True)]
-
-    def of_tile(n, carry):
-        q, k, g, _, _ = take(n)
-        sums = over_spans(jnp.maximum(g, -MAX_EXPONENT / (last // 2)))
-
-        def of_level(level, carry):
-            decay = jnp.exp2(sums(level))
-            decayed = wide(k) * decay
-            # The products of an earlier half's keys with the tokens of the half after it.
-            half = lane >> (size.bit_length() - 2 - level)
-            across = jnp.where(half % 2 == 1, half - 1, -1)[:, None] == half[None, :]
-            both = multiply(decayed, wide(q) * decay, decayed)
-            return [total + jnp.where(across, x, 0.0) for total, x in zip(carry, both, strict=True)]
-
-        exponents = sums(levels)
-        forwards, backwards = jnp.exp2(exponents), jnp.exp2(-exponents)
-        in_block = (row // last == column // last) & (column < row)
-        both = multiply(wide(k) * forwards, wide(q) * forwards, wide(k) * backwards)
-        carry = [total + jnp.where(in_block, x, 0.0) for total, x in zip(carry, both, strict=True)]
-        return jax.lax.fori_loop(0, levels, of_level, carry)
-
-    # The squares have a loop of their own, because the other one has no registers to spare.
-    vector, square = jnp.zeros((size,), jnp.float32), jnp.zeros((size, size), jnp.float32)
-    qq, kk, qk = jax.lax.fori_loop(0, tiles, of_squares, [vector] * 3)
-    q_norm, k_norm = options.scale * _norm(qq, options), _norm(kk, options)
-    keys, queries = jax.lax.fori_loop(0, tiles, of_tile, [square] * 2)
-    queries = jnp.where(row == column, qk[:, None], queries)
-    beta = pt.load(refs.beta.at[token, head], mask=live, other=0.0)
-    at = head, chunk, lane[:, None], lane[None, :]
-    pt.store(refs.system.at[at], keys * (beta * k_norm)[:, None] * k_norm[None, :])
-    store_terms(refs.attention, queries * q_norm[:, None] * k_norm[None, :], *at)
-
-    def of_ends(n, _):
-        q, k, g, key, inside = take(n)
-        q, k, sums = wide(q) * q_norm[:, None], wide(k) * k_norm[:, None], over_spans(g)
-        before, after = jnp.exp2(sums(levels + 1)), jnp.exp2(sums(levels + 2))
-        at, mask = (head, chunk, lane[:, None], key[None, :]), jnp.broadcast_to(inside[None, :], (size, tile))
-        for ref, values in ((refs.k_before, before * k), (refs.q_before, before * q), (refs.k_after, after * k)):
-            store_terms(ref, values, *at, mask=mask)
-        pt.store(refs.decay.at[head, chunk, key], jnp.exp2(jnp.sum(g, axis=0)), mask=inside)
-
-    jax.lax.fori_loop(0, tiles, of_ends, None)
+    _Channels(refs, own, options, interpret).run()
