@@ -481,8 +481,9 @@ def long_functions(module):
 
 
 def test_a_function_fits_a_screen():
-    """Bodies of kernels, which `pallas_kernels` has, are longer: what they share lies in registers."""
-    assert violations([module for module in MODULES if module.startswith("mamba_align_jax")], long_functions) == {}
+    """Bodies of kernels are cut into stages, but for those of two modules."""
+    longer = {"pallas_kernels.product_chain._few_tokens", "pallas_kernels.product_chain.sm90"}
+    assert violations([name for name in MODULES if name.startswith(CODE[:2])], long_functions).keys() == longer
 
 
 def test_a_forbidden_import_is_seen():
