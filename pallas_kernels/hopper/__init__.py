@@ -3,7 +3,7 @@
 Kernels `from pallas_kernels import hopper as hp` and name nothing of MLIR. JAX's bindings of it are private and change with
 JAX (0.11.2 or newer is needed), so only this package may import them.
 
-A kernel is written on two levels. On the first one a function runs once per warpgroup, 128 threads, on arrays that the
+A kernel is written on two levels. On the first one a function runs once per warpgroup, 128 threads, on arrays that they
 hold together, with names of Pallas (`lowering.py`, `barriers.py`, `tiles.py`): copies between GMEM and SMEM, mbarriers,
 products of tiles [64 n, 8 m] on tensor cores, and `jax.numpy` for everything elementwise. On the second one, in `inline`, a
 function is the code of a single thread on its registers. Its operands are
@@ -31,7 +31,7 @@ threads add a constant to a vector:
 Kernels with more arrays are started by `launch`, which gives names to all of them.
 
 Four modules are written in the language and shared by kernels: `partial_tiles.py` (tiles that are not full),
-`prefill_rows.py` (a row's chunks and checkpoints), `deferred_rows.py` (a row's groups of tokens) and `state_warps.py`
+`prefill_rows.py` (a row's chunks and checkpoints), `deferred_rows.py` (rows of deferred states) and `state_warps.py`
 (states that warps advance token by token). `messages.py` sends values and signals between the CTAs of one launch.
 """
 
