@@ -1,6 +1,6 @@
 """A row of a kernel of deferred states on Hopper GPUs: its inputs, zeros for padding tokens, and terms of its state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,26 @@ def clear_padding(row: DeferredRow, tokens: int, zeros: Any, output_of: Callable
         clear = lambda n, _: hp.copy_smem_to_gmem(zeros, output_of(row.padding_token(n)))
         jax.lax.fori_loop(0, padding, clear, None)
         hp.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def fold(entries: jax.Array, refs: Any, at: Any, states: Sequence[Any], columns: Sequence[Any], count: int) -> None:
+    """Replace the state in SMEM by the one at the end of a group, whose entries are [rows, group_slots].
+
+    Args:
+        entries: The group's corrections or inputs, which `fold_tile` [group_slots, columns] is multiplied with.
+        refs: `fold_tile`, and the factors in `factor_tile`.
+        at: Where the factors of the entries, `at.fold`, and of the state, `at.decay`, are.
+        states: The tiles of the state [rows, columns].
+        columns: The columns of each of them.
+        count: The number of bfloat16 terms of a float32 value.
+    """
+    factors = refs.factor_tile.at[hp.ds(at.fold, entries.shape[1])]
+    decayed = entries * hp.along_columns(hp.load_per_column(factors), entries.shape[0])
+    left, decay = as_terms(decayed, count)[::-1], refs.factor_tile[at.decay]
+    for state, here in zip(states, columns, strict=True):
+        added = hp.multiply(state.shape, [lambda here=here: (left, refs.fold_tile.at[:, here])])
+        state[...] = (decay * hp.load_tile(state).astype(jnp.float32) + added).astype(state.dtype)
+    hp.commit_smem()
 
 
 def terms_of(state: jax.Array, count: int) -> list[jax.Array]:

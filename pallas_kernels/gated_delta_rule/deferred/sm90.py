@@ -13,13 +13,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
 from pallas_kernels._deferred_rows import DeferredRow
-from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule._arguments import Options, Projections
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.deferred.entries import DeltaRuleEntries
 from pallas_kernels.gated_delta_rule.deferred.gram_sm90 import Group, Inputs, Results, store_gram
-from pallas_kernels.hopper.deferred_rows import clear_padding, deferred_inputs, terms_of
+from pallas_kernels.hopper.deferred_rows import clear_padding, deferred_inputs, fold, terms_of
 from pallas_kernels.rows import Rows
 
 _VALUES = 64  # value dims of a CTA: the rows of a product on tensor cores
@@ -91,7 +90,8 @@ class _Cta:
 
         @hp.when(self.folds)
         def _():
-            self.fold(u)
+            states = [refs.state_tiles.at[n] for n in range(len(self.tiles))]
+            fold(u, refs, self.at, states, self.tiles, self.count)
 
             @hp.when(row.keeps_fold())
             def _():
@@ -207,17 +207,6 @@ class _Cta:
                 hp.store_gmem(refs.out.at[row.start + token, self.head, self.dims], answer)
 
         return u
-
-    def fold(self, u: jax.Array) -> None:
-        """Replace the state in SMEM by the one at the end of the first group."""
-        refs, tiles = self.refs, self.refs.state_tiles
-        decays = refs.factor_tile.at[hp.ds(self.at.fold, self.group_slots)]
-        decayed = u * hp.along_columns(hp.load_per_column(decays), _VALUES)
-        left, decay = as_terms(decayed, self.count)[::-1], refs.factor_tile[self.at.decay]
-        for n, keys in enumerate(self.tiles):
-            added = hp.multiply((_VALUES, self.tile), [lambda keys=keys: (left, refs.fold_tile.at[:, keys])])
-            tiles[n] = (decay * hp.load_tile(tiles.at[n]).astype(jnp.float32) + added).astype(refs.pool.dtype)
-        hp.commit_smem()
 
 
 def gated_delta_rule_deferred(

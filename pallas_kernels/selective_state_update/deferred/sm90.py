@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper as hp
 from pallas_kernels._deferred_rows import DeferredRow
-from pallas_kernels._dot import as_terms
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.hopper.deferred_rows import clear_padding, deferred_inputs, terms_of
+from pallas_kernels.hopper.deferred_rows import clear_padding, deferred_inputs, fold, terms_of
 from pallas_kernels.rows import Rows
 from pallas_kernels.selective_state_update.deferred.coefficients import Factors, coefficients, sizes
 from pallas_kernels.selective_state_update.deferred.entries import Inputs, Mamba2Entries
@@ -73,7 +72,8 @@ class _Cta:
         @hp.when(folds)
         def _():
             hp.barrier_wait(refs.fold_loaded)
-            self.fold(x)
+            states = [refs.state_tile.at[:, columns] for columns in self.tiles]
+            fold(x, refs, self.at, states, self.tiles, self.count)
             target = refs.pool.at[row.layer, row.fold_to, self.head, self.dims]
             hp.when(row.keeps_fold())(lambda: hp.copy_smem_to_gmem(refs.state_tile, target))
             run_next = lambda: self.run_tokens(row.boundary, self.inputs(1, row.boundary, row.boundary))
@@ -143,18 +143,6 @@ class _Cta:
             @hp.when(lives(token))
             def _(token=token):
                 hp.copy_smem_to_gmem(out_tile.at[token], refs.out.at[row.start + token, self.head, self.dims])
-
-    def fold(self, x: jax.Array) -> None:
-        """Replace the state in SMEM by the one at the end of the first group, which has the inputs x."""
-        refs = self.refs
-        of_inputs = refs.factor_tile.at[hp.ds(self.at.fold, self.group_slots)]
-        decayed = x * hp.along_columns(hp.load_per_column(of_inputs), _CHANNELS)
-        left, decay = as_terms(decayed, self.count)[::-1], refs.factor_tile[self.at.decay]
-        for columns in self.tiles:
-            added = hp.multiply((_CHANNELS, self.tile), [lambda columns=columns: (left, refs.fold_tile.at[:, columns])])
-            folded = decay * self.state_at(columns).astype(jnp.float32) + added
-            refs.state_tile[:, columns] = folded.astype(refs.pool.dtype)
-        hp.commit_smem()
 
 
 def selective_state_deferred(
