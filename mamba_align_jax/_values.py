@@ -53,7 +53,8 @@ def optional_integer(name: str, value: Any, minimum: int, maximum: int | None = 
     """Checks None or a whole number from `minimum` to `maximum`."""
     if value is None:
         return None
-    require(is_integer(value) and value >= minimum, name, f"None or at least {minimum}", value)
+    require(is_integer(value), name, f"None or a whole number, at least {minimum}", value)
+    require(value >= minimum, name, f"None or at least {minimum}", value)
     return integer(name, value, minimum, maximum)
 
 

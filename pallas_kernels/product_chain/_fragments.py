@@ -192,7 +192,7 @@ def finish(
     Args:
         sums: The results of `multiply`: of the outputs, or of their gates and of the gated outputs.
         partials: A buffer in SMEM: see `partial_elements`. Its halves are the two stages of all blocks, so a block needs one
-            barrier: no warp stores partial sums where another may still load those of the block before.
+            barrier: no warp stores partial sums where another may still load the last block's sums.
         block: The index of the block, whose lowest bit selects the stage.
         tokens: The number of tokens.
         factors: Factors of each token's sums, float32 [MOST_TOKENS] in SMEM; None for 1.

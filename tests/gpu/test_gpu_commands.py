@@ -126,7 +126,7 @@ def test_a_row_says_how_many_files_of_kernels_have_changed(tmp_path, monkeypatch
 
 
 def test_what_the_sanitizer_finds_is_read_from_its_log():
-    check = sanitizer.Check("memcheck", Path(), 0.0, None)
+    check = sanitizer.Check("memcheck", Path(), 0.0, None, None)
     log = "========= Invalid __global__ write of size 4 bytes\n=========     at write(int *)+0x60\n"
     log += "========= Error: Race reported between Read access at f+0x1 in a.py:3\n=========     and Write access at f+0x2\n"
     check.read(sanitizer.Job("a.py"), log + "========= ERROR SUMMARY: 2 errors\n")
@@ -137,7 +137,7 @@ def test_what_the_sanitizer_finds_is_read_from_its_log():
 
 
 def test_a_test_in_which_the_tool_itself_dies_twice_is_not_checked(monkeypatch, tmp_path):
-    check = sanitizer.Check("memcheck", tmp_path, time.monotonic() + 100, None)
+    check = sanitizer.Check("memcheck", tmp_path, time.monotonic() + 100, None, None)
     runs = []
 
     def process(command, log, seconds):

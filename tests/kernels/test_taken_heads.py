@@ -142,6 +142,13 @@ class Row:
             store(block, state)
 
 
+def wait_for_last(count, stages, *barriers):
+    """Waits for the last completions, as hopper/barriers.py does."""
+    for n in range(max(int(count) - stages, 0), int(count)):
+        for each in barriers:
+            each.at[n % stages].wait()
+
+
 def rows_of(lengths):
     """Returns what stands for `PrefillRow`. A row's last token tells its chunks."""
     make = lambda index, rows, start, end, *_: Row(int(index), int(end))
@@ -228,6 +235,7 @@ def fake_language(programs):
         WARPGROUP="warpgroup",
         axis_index=lambda _: threading.current_thread().warpgroup,
         barrier_wait=lambda barrier: barrier.wait(),
+        wait_for_last=wait_for_last,
         barrier_arrive=arrive,
         copy_gmem_to_smem=copy_in,
         copy_smem_to_gmem=lambda place, _: leave(programs[threading.current_thread().program], place),

@@ -222,7 +222,7 @@ class _Head:
         return hp.multiply_all(_SHAPE, [[(lambda x=x: x, operand.T)] for x in later])
 
     def store_products(self, norms: dict[str, jax.Array], qk: jax.Array, keys: jax.Array, queries: jax.Array) -> None:
-        """Store the products with their norms: those of queries for the next kernel, and those of keys as the system."""
+        """Store the products with their norms: queries' products for the next kernel, and keys' products as the system."""
         cta, refs, half = self.cta, self.refs, self.half
         hp.commit_smem()
         # The compiler would keep the columns' indices in registers for the whole kernel, so SMEM has them.

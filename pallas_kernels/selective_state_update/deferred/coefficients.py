@@ -118,7 +118,7 @@ class _Program:
         jax.lax.fori_loop(begin, stop, run_token, None)
 
     def load_group(self, first: jax.Array, low: jax.Array, is_first: jax.Array) -> tuple[jax.Array, ...]:
-        """Load the entries from position `low` on of the group that starts at position `first`. Store those of this call.
+        """Load the entries from position `low` on of the group that starts at position `first`. Store this call's.
 
         Returns B [group_slots, states], which is stored for a fold if `is_first` is set, and the step sizes and log decays
         [heads, group_slots]. All are 0 for slots without an entry.
