@@ -151,7 +151,7 @@ class AlignConfig:
         max_num_seqs: Slots, that is the largest number of requests that run at once.
         max_model_len: The longest sequence in tokens, drafts included.
         mode: "align" keeps states at block boundaries. "none" keeps only the running state. "all" is "align" with
-            prefill chunks that may end anywhere and that also keep the boundaries inside them
+            prefill chunks that may pass boundaries and that also keep the boundaries inside them
             (`align.interior.prefill_checkpoints`).
         policy: "copy_free" reads from the old block and writes to the new one. "pre_copy" copies the state to the new
             block first, and reads and writes there. "deferred" writes an entry per token and a state per fold group.

@@ -13,7 +13,7 @@ from mamba_align_jax.cache.found import CachedPrefix as CachedPrefix
 from mamba_align_jax.cache.found import HybridHit as HybridHit
 from mamba_align_jax.cache.hashing import HashChain, HashMemo
 from mamba_align_jax.cache.kv_pages import KVPageManager
-from mamba_align_jax.cache.split import next_chunk_end
+from mamba_align_jax.cache.split import aligned_end, next_chunk_end
 from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
 from mamba_align_jax.cache.steps import chain_of, check_step
 
@@ -129,7 +129,8 @@ class HybridCache:
         """Returns the end of the next prefill chunk, or 0 if the request should wait for the next step.
 
         The chunk does not end inside a block merely because other rows of the step have used up a part of the budget. In
-        mode "all" it takes the whole budget, and in mode "none" as well.
+        mode "all" it stops at none of the boundaries inside it, because it keeps them. In mode "none" it takes the whole
+        budget.
 
         Args:
             start: The first position to compute.
@@ -141,14 +142,19 @@ class HybridCache:
         start, budget = values.integer("chunk_end: start", start, 0), values.integer("chunk_end: budget", budget)
         prompt = values.integer("chunk_end: prompt", prompt, 0)
         max_num_batched_tokens = values.integer("chunk_end: max_num_batched_tokens", max_num_batched_tokens, 1)
-        if self.states.mode != "align":
-            return min(start + budget, prompt) if budget > 0 else 0
-        size = self.states.block_size
-        end = next_chunk_end(start, start + budget, prompt, size, stops)
-        inside = end < prompt and end % size != 0
-        if inside and next_chunk_end(start, start + max_num_batched_tokens, prompt, size, stops) != end:
+        size, mode = self.states.block_size, self.states.mode
+        if budget <= 0:
             return 0
-        return end
+
+        def end_by(budget: int) -> int:
+            if mode == "align":
+                return next_chunk_end(start, start + budget, prompt, size, stops)
+            end = min(start + budget, prompt)
+            return end if mode == "none" else aligned_end(start, end, prompt, size)
+
+        end = end_by(budget)
+        is_inside = mode != "none" and end < prompt and end % size != 0
+        return 0 if is_inside and end_by(max_num_batched_tokens) != end else end
 
     def shorter_end(self, request: Hashable, start: int, end: int, hit: HybridHit | None = None) -> int:
         """Returns where a prefill chunk from `start` to `end` may end instead if `allocate` has no blocks for it.

@@ -38,8 +38,13 @@ def next_chunk_end(start: int, proposed: int, prompt: int, block_size: int, stop
     wanted = {last_boundary(prompt - 1, block_size), *(s for s in stops if s % block_size == 0)}
     if start % block_size:
         wanted.add((start // block_size + 1) * block_size)
-    end = min([end, *(stop for stop in wanted if start < stop)])
-    if end < prompt:
-        aligned = last_boundary(end, block_size)
-        end = aligned if aligned > start else end
-    return end
+    return aligned_end(start, min([end, *(stop for stop in wanted if start < stop)]), prompt, block_size)
+
+
+def aligned_end(start: int, proposed: int, prompt: int, block_size: int) -> int:
+    """Returns the last block boundary up to `proposed`, where a chunk that doesn't end the prompt ends.
+
+    It returns `proposed` if there is no boundary after `start`. The arguments are those of `next_chunk_end`.
+    """
+    aligned = last_boundary(proposed, block_size)
+    return aligned if proposed < prompt and aligned > start else proposed

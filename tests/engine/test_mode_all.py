@@ -61,14 +61,14 @@ def test_boundaries_that_decoding_passed_stay():
     assert serve(engine, answer[:17]) == [(16, None)]
 
 
-def test_chunks_take_the_whole_budget_and_end_anywhere(tmp_path):
+def test_chunks_stop_at_no_boundary_inside_and_end_on_one_or_with_the_prompt(tmp_path):
     engine = make()
     with engine.trace(tmp_path / "steps"):
         serve(engine, book(0, 45), book(1, 11))
     steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
     chunks = [[(row["computed"], row["scheduled"]) for row in step["rows"] if row["prefill"]] for step in steps[:3]]
-    assert chunks == [[(0, 20)], [(20, 20)], [(40, 5), (0, 11)]]
-    assert [row["published"] for step in steps[:2] for row in step["rows"]] == [16, 40]
+    assert chunks == [[(0, 16)], [(16, 16)], [(32, 13)]]
+    assert [row["published"] for step in steps[:2] for row in step["rows"]] == [16, 32]
 
 
 def test_evicted_states_are_named_and_the_smallest_pool_serves():
