@@ -111,8 +111,8 @@ def test_process_with_other_weights_is_refused():
     with group(2, "differ") as two:
         leader, follower = two.wait()
     assert leader[0] == follower[0] == 1
-    assert "ValueError: the digest of the weights of process 0 must be that of process 1" in leader[2]
-    assert "ProcessLostError: process 0 failed: ValueError" in follower[2]
+    assert "FieldError: the digest of the weights of process 0 must be that of process 1" in leader[2]
+    assert "ProcessLostError: process 0 failed: FieldError" in follower[2]
 
 
 @pytest.mark.deep
