@@ -164,8 +164,8 @@ def memory_bytes(devices: Sequence[jax.Device] = ()) -> int:
 
     The device is JAX's first one if there are none.
     """
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices or jax.devices()[:1]]
-    return min(_host_bytes() if limit is None else limit for limit in limits)
+    limit = DeviceMemory.of(devices).limit
+    return _host_bytes() if limit is None else limit
 
 
 def _host_bytes() -> int:
