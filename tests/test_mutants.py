@@ -1,5 +1,6 @@
 """The table of mistakes fits the code, so that `make mutants` can make each of them."""
 
+import re
 from pathlib import Path
 
 import mutants
@@ -11,10 +12,14 @@ ROOT = Path(mutants.__file__).parent.parent
 def test_each_mistake_has_its_place_and_the_tests_that_it_names_exist():
     table = mutants.read_table()
     assert len({mutant.name for mutant in table}) == len(table) > 100
-    named = [name for mutant in table for name in mutant.first]
-    for name in (*named, *mutants.GENERAL, *mutants.DEFERRED):
-        file, _, test = name.partition("::")
-        assert f"def {test}(" in (ROOT / file).read_text() or not test, name
+    for first in (*(mutant.first for mutant in table), mutants.GENERAL, mutants.DEFERRED):
+        options = [name for name in first if name.startswith("--")]
+        for name in first[len(options) :]:
+            file, _, test = name.partition("::")
+            found = re.search(rf"^((?:@.*\n)*)def {test}\(", (ROOT / file).read_text(), re.MULTILINE)
+            assert found or not test, name
+            # A deep test is left out otherwise, and a run without tests catches nothing.
+            assert "--depth=full" in options or not found or "@pytest.mark.deep\n" not in found[1], name
 
 
 def test_a_mistake_without_a_place_is_noticed(monkeypatch, tmp_path):
