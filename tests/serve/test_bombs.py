@@ -1,7 +1,9 @@
 """Templates and schemas that would read files, hang or need all memory are refused, and other calls go on meanwhile."""
 
+import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fakes.http import Served
@@ -9,7 +11,7 @@ from serve.conftest import LIMITS
 
 from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
-from mamba_align_jax.serve.limits.grammars import GrammarCheck
+from mamba_align_jax.serve.limits.grammars import GrammarCheck, special_tokens_of
 from mamba_align_jax.serve.settings import Settings
 
 pytest.importorskip("llguidance")
@@ -43,6 +45,24 @@ def test_a_bad_schema_is_refused_in_time(grammars, schema):
         grammars.check(Grammar("json_schema", schema))
     assert time.monotonic() - begin < 60  # A bomb would take hours.
     grammars.check(Grammar("json_schema", "{}"))
+
+
+@pytest.mark.parametrize(
+    "rules", ['start: <|tool|> "x"', 'start: <tool_call> %json {"type": "object"}', 'start: /a+/ | "b" start']
+)
+def test_rules_may_name_the_models_special_tokens(rules):
+    tokenizer = SimpleNamespace(to_json=lambda: json.dumps({"added_tokens": [{"content": "<tool_call>"}]}))
+    GrammarCheck(4.0, lambda: ["<|tool|>", *special_tokens_of(tokenizer)]).check(Grammar("lark", rules))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("lark", "start: what"), ("lark", "start: <tool_call>"), ("lark", "start: /(a{99}){999}{999}/"), ("regex", "(")],
+)
+def test_bad_rules_are_refused(grammars, kind, text):
+    with pytest.raises(ValueError, match="response_format must"):
+        grammars.check(Grammar(kind, text))
+    grammars.check(Grammar("regex", "a+"))
 
 
 def test_backtracking_costs_nothing(grammars):

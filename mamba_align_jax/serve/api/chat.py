@@ -46,7 +46,7 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
     found = take_sampling(fields, service.settings) | take_grammar(fields, limits)
     fields.end()
     if "grammar" in found:
-        await service.check_grammar(found["grammar"])
+        await service.check_grammar(found["grammar"], "response_format")
     if top_logprobs is not None and not with_logprobs:
         raise Refusal(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     found |= {"seed": service.take_seed(found), "cache_salt": cache_salt(key, salt)}

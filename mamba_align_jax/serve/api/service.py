@@ -19,10 +19,11 @@ from mamba_align_jax.engine.running.async_engine import AsyncEngine
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
 from mamba_align_jax.engine.text.generated_text import BROKEN
 from mamba_align_jax.engine.text.tokenizer import Tokenizer
+from mamba_align_jax.errors import FieldError
 from mamba_align_jax.serve.api.fields import Fields, read_fields
 from mamba_align_jax.serve.api.generation import Asked, stopped
 from mamba_align_jax.serve.keys import Keys
-from mamba_align_jax.serve.limits.grammars import GrammarCheck
+from mamba_align_jax.serve.limits.grammars import GrammarCheck, special_tokens_of
 from mamba_align_jax.serve.limits.one_at_a_time import OneAtATime
 from mamba_align_jax.serve.metrics import Metrics
 from mamba_align_jax.serve.refusals import Refusal, overloaded
@@ -48,7 +49,7 @@ class Service:
         self.keys = Keys(settings.api_keys)
         self.metrics = Metrics(serving.engine, settings.model_name)
         self._rendering, self._reading, self._compiling = (OneAtATime(_MAX_WAITING) for _ in range(3))
-        self._grammars = GrammarCheck(settings.limits.grammar_s)
+        self._grammars = GrammarCheck(settings.limits.grammar_s, lambda: special_tokens_of(serving.engine.tokenizer))
         self.is_ready, self.is_stopping, self.started = False, False, int(time.time())
         self.has_failed_to_compile = False
         # A token's text never changes.
@@ -121,12 +122,12 @@ class Service:
         except ValueError as error:
             raise Refusal(400, str(error), param="messages", code="chat_template") from error
 
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """Refuses a call whose grammar doesn't compile quickly."""
+    async def check_grammar(self, grammar: Grammar, param: str) -> None:
+        """Refuses a call whose grammar, which the field `param` asks for, doesn't compile quickly."""
         try:
             await self._compiling.run(self._grammars.check, grammar)
-        except ValueError as error:
-            raise Refusal(400, str(error), param="response_format", code="grammar") from error
+        except FieldError as error:
+            raise Refusal(400, str(error.renamed(param)), param=param, code="grammar") from error
 
     def _token_text(self, token: int) -> str:
         """Returns the text of a token as far as it has one of its own; without a tokenizer, nothing.

@@ -6,6 +6,7 @@ first compiled in a process of its own, which ends at a limit of time and of mem
 
 import functools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mamba_align_jax.engine.grammar import Grammar
@@ -15,22 +16,30 @@ from mamba_align_jax.errors import FieldError
 _SCRIPT = Path(__file__).with_name("_grammar_worker.py")
 
 
+def special_tokens_of(tokenizer: object) -> list[str]:
+    """Returns the names of the special tokens of an engine's tokenizer; none if it has no tokenizer.json."""
+    to_json = getattr(tokenizer, "to_json", None)
+    return [] if to_json is None else [one["content"] for one in json.loads(to_json())["added_tokens"]]
+
+
 class GrammarCheck:
     """Compiles grammars as a test, each in `time_limit` seconds. One thread may call it. The first call starts a process."""
 
-    def __init__(self, time_limit: float) -> None:
-        self._time_limit = time_limit
+    def __init__(self, time_limit: float, special_tokens: Callable[[], Sequence[str]] = tuple) -> None:
+        """`special_tokens` returns the names of the model's special tokens, which rules may name."""
+        self._time_limit, self._special_tokens = time_limit, special_tokens
         self._worker: Worker | None = None
         # What was good stays good.
         self.check = functools.lru_cache(256)(self._check)
 
     def _check(self, grammar: Grammar) -> None:
-        """Compiles a "json_schema", or raises a FieldError if it is wrong or takes too long or too much memory."""
+        """Compiles a grammar, or raises a FieldError if it is wrong or takes too long or too much memory."""
         if self._worker is None or not self._worker.is_alive:
             self._worker = Worker(_SCRIPT, str(self._time_limit))
-        answer = self._worker.ask(json.dumps(grammar.text))
+            self._worker.ask(json.dumps(self._special_tokens()))
+        answer = self._worker.ask(json.dumps([grammar.kind, grammar.text]))
         if answer is None:
             wanted = f"compile within {self._time_limit:g} s and the limits of memory"
             raise FieldError("response_format", wanted, must="must")
         if answer["error"]:
-            raise FieldError("response_format", "a schema that llguidance takes", answer["error"])
+            raise FieldError("response_format", "what llguidance takes", answer["error"])
