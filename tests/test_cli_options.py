@@ -15,7 +15,7 @@ max-model-len: 32k
 mamba-cache-mode: all
 enable-prefix-caching: true
 access-log: true
-sampling-defaults: false
+generation-config: vllm
 api-key: null
 speculative-config:
   method: mtp
@@ -49,7 +49,7 @@ def test_a_file_has_options_by_vllms_keys(served):
     options = served(CONFIG)
     assert (options.model_name, options.served_model_name, options.api_key) == ("org/name", ["a", "b"], [])
     assert (options.port, options.max_num_seqs, options.max_model_len, options.prefix_cache) == (8123, 4, 32_000, "all")
-    assert (options.access_log, options.sampling_defaults, options.enable_prefix_caching) == (True, False, True)
+    assert (options.access_log, options.generation_config, options.enable_prefix_caching) == (True, "vllm", True)
     assert options.speculative_config == '{"method": "mtp", "num_speculative_tokens": 2}'
     assert options.host == "127.0.0.1"
 

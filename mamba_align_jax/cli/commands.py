@@ -248,7 +248,7 @@ def _info(options: argparse.Namespace) -> int:
     align, scratch = align_config(config, model), scratch_bytes(config, model, facts)
     sizes = pool_sizes(align, config, model, memory, reserved_bytes=scratch + facts.weight_bytes)
     explained = Explanation.of(config, reasons, align, sizes, memory, facts, scratch)
-    sampling = read_sampling_defaults(options.model) if (options.model / "generation_config.json").is_file() else {}
+    sampling = read_sampling_defaults(options.model)
     of_model = {
         "architecture": model.config.model_type,
         "dtype": str(model.dtype),

@@ -324,9 +324,13 @@ class SamplingParams:
         Raises:
             ValueError: the directory has no such file, or one of its fields has a wrong type or value.
         """
-        from mamba_align_jax.models.config_files import read_sampling_defaults
+        from mamba_align_jax.models.config_files import read_do_sample, read_sampling_defaults
 
-        return cls(**(read_sampling_defaults(path) | fields))
+        # transformers draws with temperature 1 if the file has none.
+        draws = read_do_sample(path)
+        found = read_sampling_defaults(path)
+        temperature = found.get("temperature", 1.0) if draws else 0.0
+        return cls(**(found | {"temperature": temperature} | fields))
 
 
 def _biases(pairs: Any) -> tuple[tuple[int, float], ...]:

@@ -160,28 +160,35 @@ def end_tokens(*fields: Mapping[str, Any]) -> int | tuple[int, ...] | None:
 def read_sampling_defaults(path: str | Path) -> dict[str, Any]:
     """Reads how a model's authors sample from it, from generation_config.json, as fields of `SamplingParams`.
 
-    Without `do_sample` the temperature is 0. A warning is logged for fields that change what is sampled and that the
-    engine can't follow.
+    They are the fields that the file has, whatever it says of `do_sample`, as vLLM's server takes them. Without such a
+    file there are none. A warning is logged for fields that change what is sampled and that the engine can't follow.
 
     Raises:
-        ValueError: the directory has no such file, or a field has a wrong type. It is named.
+        ValueError: a field has a wrong type. It is named.
     """
-    values.instance("path", path, str, Path)
-    name = "generation_config.json"
-    if not (Path(path) / name).is_file():
-        raise ValueError(f"model directory must hold a {name}, got {str(path)!r}")
-    fields = read_generation_config(path)
+    fields, name = read_generation_config(path), "generation_config.json"
     found = {}
     for ours, (theirs, wanted) in _SAMPLING.items():
         value = fields.get(theirs)
         if value is not None:
             check_field(theirs, value, wanted, may_be_zero=True, file=name)
             found[ours] = value
-    check_field("do_sample", fields.get("do_sample"), bool | None, file=name)
     left = [f"{field}={fields[field]!r}" for field, neutral in _UNSUPPORTED.items() if fields.get(field) not in neutral]
     if left:
         _LOG.warning("%s: the engine has no such options and leaves them out: %s", name, ", ".join(left))
-    if fields.get("do_sample"):
-        # transformers draws with temperature 1 if the file has none.
-        return {"temperature": 1.0} | found
-    return found | {"temperature": 0.0}
+    return found
+
+
+def read_do_sample(path: str | Path) -> bool:
+    """Returns whether a model's authors draw tokens, as generation_config.json says; they don't if it says nothing.
+
+    Raises:
+        ValueError: the directory has no such file, or the field is neither true nor false.
+    """
+    values.instance("path", path, str, Path)
+    name = "generation_config.json"
+    if not (Path(path) / name).is_file():
+        raise ValueError(f"model directory must hold a {name}, got {str(path)!r}")
+    do_sample = read_generation_config(path).get("do_sample")
+    check_field("do_sample", do_sample, bool | None, file=name)
+    return bool(do_sample)

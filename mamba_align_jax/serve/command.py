@@ -36,9 +36,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--chat-template", metavar="FILE", help=text)
     text = "draws the seeds of calls that have none; default: numbers that nobody can guess"
     add("--seed", type=int, metavar="N", help=text)
-    text = "fields that a call leaves out are those of generation_config.json"
-    switch: dict[str, Any] = dict(action=argparse.BooleanOptionalAction, default=False)
-    add("--sampling-defaults", **switch, help=text)
+    text = (
+        "where fields come from that a call leaves out: the model's generation_config.json (auto), or neutral values "
+    )
+    text += "(neutral, or vllm, as vLLM calls it) (default: %(default)s)"
+    add("--generation-config", choices=("auto", "neutral", "vllm"), default="auto", help=text)
     add(
         "--min-priority",
         type=int,
@@ -51,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--warmup", choices=WARMUPS, default="usual", help=text)
     text = "the cached prefixes are saved in this directory when the server stops, and taken from it when it starts"
     add("--save-cache", type=Path, metavar="DIR", help=text)
-    add("--access-log", **switch, help="log each call")
+    add("--access-log", action=argparse.BooleanOptionalAction, default=False, help="log each call")
     engine = parser.add_argument_group("engine")
     add_engine_options(engine)
     text = "the number of this host's devices that share the model (default: 1)"
@@ -203,7 +205,7 @@ def make_settings(options: argparse.Namespace) -> Settings:
         if not keys:
             raise FieldError("api_key_file", "have a key in a line", str(options.api_key_file), "must")
     defaults = {}
-    if options.sampling_defaults:
+    if options.generation_config == "auto":
         from mamba_align_jax.models.config_files import read_sampling_defaults
 
         defaults = read_sampling_defaults(options.model)

@@ -135,10 +135,20 @@ def test_without_options_the_settings_are_the_defaults():
     assert command.make_settings(options()).limits == Limits()
 
 
-def test_sampling_defaults_are_the_models(tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": 20}))
-    given = options("--sampling-defaults", model=tmp_path)
-    assert command.make_settings(given).sampling_defaults == {"temperature": 0.7, "top_k": 20}
+@pytest.mark.parametrize(
+    ("arguments", "file", "found"),
+    [
+        ([], {"do_sample": True, "temperature": 0.7, "top_k": 20}, {"temperature": 0.7, "top_k": 20}),
+        # As in vLLM, a file without a temperature changes none, whatever it says of `do_sample`.
+        ([], {"eos_token_id": 2, "top_p": 0.9}, {"top_p": 0.9}),
+        ([], {"do_sample": False}, {}),
+        (["--generation-config", "neutral"], {"temperature": 0.7}, {}),
+        (["--generation-config", "vllm"], {"temperature": 0.7}, {}),
+    ],
+)
+def test_sampling_defaults_are_the_models(tmp_path, arguments, file, found):
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    assert command.make_settings(options(*arguments, model=tmp_path)).sampling_defaults == found
 
 
 def test_a_chat_template_is_a_file_or_a_text_and_knows_the_models_tokens(tmp_path):
