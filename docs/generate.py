@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.reading import HOW, Row, loads, of_one_commit, read_rows, usual
 from benchmarks.report import TABLES, machines, tables
 from docs.figures import models, serving, step
+from mamba_align_jax.serve.api import field_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -129,11 +130,12 @@ def _table(file: str, *words: str) -> str:
 
 
 def part(name: str) -> str:
-    """The text of a generated part: "headlines", "costs", "machines FILE", "table FILE NAME" or "code FILE NAMES"."""
+    """The text of a part: "headlines", "costs", "fields", "machines FILE", "table FILE NAME" or "code FILE NAMES"."""
     kind, *rest = name.split()
     kinds: dict[str, Callable[..., str]] = {
         "headlines": _headlines,
         "costs": _costs,
+        "fields": field_table.table,
         "code": _code,
         "machines": lambda file: machines(rows(file)),
         "table": _table,

@@ -123,7 +123,7 @@ WRONG = [
     (CHAT, SAY | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
     (CHAT, SAY | {"functions": [{}]}, "functions", "unsupported_field"),
     (CHAT, SAY | {"modalities": ["audio"]}, "modalities", "unsupported_field"),
-    (CHAT, SAY | {"chat_template": "{{ 1 }}"}, "chat_template", "unknown_field"),
+    (CHAT, SAY | {"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_field"),
     (CHAT, SAY | {"continue_final_message": True}, "continue_final_message", "unsupported_field"),
     (CHAT, SAY | {"logprobs": 5}, "logprobs", None),
     (CHAT, SAY | {"top_logprobs": 5}, "top_logprobs", None),

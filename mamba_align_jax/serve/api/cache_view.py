@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.serve.api.completions import text_or_tokens
+from mamba_align_jax.serve.api.field_table import CHAT, fields_at
 from mamba_align_jax.serve.api.messages import take_prompt
 from mamba_align_jax.serve.api.sampling import wrong_value
 from mamba_align_jax.serve.api.service import Service
@@ -28,7 +29,7 @@ async def view_cache(service: Service, request: Request) -> Response:
         tokens = await take_prompt(service, fields)
     else:
         tokens = await service.encode(text, "prompt") if isinstance(text, str) else text
-    fields.end()
+    fields.end(fields_at(CHAT))
     service.check_length(len(tokens), 0, param)
     engine = service.serving.engine
     # It waits for the step that runs.

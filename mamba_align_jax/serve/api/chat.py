@@ -10,6 +10,7 @@ from starlette.responses import Response
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.scheduling.request import RequestUpdate, TokenLogprobs
 from mamba_align_jax.serve.api.completions import take_stream
+from mamba_align_jax.serve.api.field_table import CHAT, fields_at
 from mamba_align_jax.serve.api.form import Form
 from mamba_align_jax.serve.api.generation import Choice
 from mamba_align_jax.serve.api.messages import take_prompt
@@ -19,20 +20,13 @@ from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.limits.clients import EventStream
 from mamba_align_jax.serve.refusals import Refusal
 
-# Fields of OpenAI's API that would change the answer, with the values that ask for nothing.
-_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    *(("tools", ([],)), ("tool_choice", ("none", "auto")), ("parallel_tool_calls", (True, False))),
-    *(("functions", ([],)), ("function_call", ("none",)), ("modalities", (["text"],)), ("audio", ())),
-    *(("prediction", ()), ("web_search_options", ()), ("reasoning_effort", ()), ("verbosity", ())),
-)
+_FIELDS = fields_at(CHAT)
 
 
 async def chat(service: Service, request: Request) -> Response | EventStream:
     """Answers a call, or raises a Refusal if it is malformed, asks for too much, or can't be run."""
     limits = service.settings.limits
     key, fields = await service.read(request)
-    for name, neutral in _UNSUPPORTED:
-        fields.refuse(name, neutral, "is not supported")
     tokens = await take_prompt(service, fields)
     n = fields.take("n", values.integer, 1, limits.choices) or 1
     service.check_count(n)
@@ -43,10 +37,12 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
     old_max_tokens = fields.take("max_tokens", values.integer, 1)
     with_ids = fields.take("return_token_ids", values.flag) or False
     salt = fields.take("cache_salt", values.text) or ""
-    found = take_sampling(fields, service.settings) | take_grammar(fields, limits)
-    fields.end()
-    if "grammar" in found:
-        await service.check_grammar(found["grammar"], "response_format")
+    found = take_sampling(fields, service.settings)
+    grammar_field, grammar = take_grammar(fields, limits)
+    fields.end(_FIELDS)
+    if grammar is not None:
+        found["grammar"] = grammar
+        await service.check_grammar(grammar, grammar_field)
     if top_logprobs is not None and not with_logprobs:
         raise Refusal(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     found |= {"seed": service.take_seed(found), "cache_salt": cache_salt(key, salt)}

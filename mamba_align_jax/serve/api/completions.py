@@ -9,17 +9,20 @@ from starlette.responses import Response
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.scheduling.request import RequestUpdate, TokenLogprobs
+from mamba_align_jax.serve.api.field_table import COMPLETIONS, fields_at
 from mamba_align_jax.serve.api.fields import Fields
 from mamba_align_jax.serve.api.form import Form, Streaming
 from mamba_align_jax.serve.api.generation import Choice
 from mamba_align_jax.serve.api.offsets import TextOffsets
-from mamba_align_jax.serve.api.sampling import make_params, take_sampling
+from mamba_align_jax.serve.api.sampling import make_params, take_grammar, take_sampling
 from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.limits.clients import EventStream
 from mamba_align_jax.serve.refusals import Refusal
 
 Prompt = str | tuple[int, ...]
+
+_FIELDS = fields_at(COMPLETIONS)
 
 
 async def complete(service: Service, request: Request) -> Response | EventStream:
@@ -35,17 +38,24 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     max_tokens = fields.take("max_tokens", values.integer, 0)
     with_ids = fields.take("return_token_ids", values.flag) or False
     salt = fields.take("cache_salt", values.text) or ""
-    fields.refuse("best_of", (1, n), "is not supported: the answers are the n choices")
-    fields.refuse("suffix", ("",), "is not supported")
+    special = fields.take("add_special_tokens", values.flag) is not False
+    fields.refuse("best_of", (1, n), "must be 1 or n: all choices are answers")
     found = take_sampling(fields, service.settings)
-    fields.end()
+    grammar_field, grammar = take_grammar(fields, limits)
+    fields.end(_FIELDS)
+    if grammar is not None:
+        found["grammar"] = grammar
+        await service.check_grammar(grammar, grammar_field)
     has_seed = "seed" in found
     found |= {"seed": service.take_seed(found), "cache_salt": cache_salt(key, salt)}
     if logprobs is not None:
         found["logprobs"] = logprobs
         if echo:
             found["prompt_logprobs"] = logprobs
-    tokens = [one if isinstance(one, tuple) else await service.encode(one, "prompt") for one in prompts]
+    tokens = [
+        one if isinstance(one, tuple) else await service.encode(one, "prompt", add_special_tokens=special)
+        for one in prompts
+    ]
     if max_tokens is None:
         left = service.max_model_len - max(map(len, tokens))
         max_tokens = max(1, min(16, left, found.get("max_tokens", left)))

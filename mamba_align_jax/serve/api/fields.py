@@ -3,22 +3,16 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from mamba_align_jax.serve.api.field_table import ApiField
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Limits
 
 T = TypeVar("T")
-
-# Fields that say something about the caller and change no answer.
-_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "service_tier", "store", "prompt_cache_key", "request_id")
-# Fields of vLLM's API that routers fill in before they pass a call on, with the values that ask for nothing.
-_FILLED_IN = {
-    **dict.fromkeys(("no_stop_trim", "return_hidden_states", "continue_final_message"), (False,)),
-    **dict.fromkeys(("skip_special_tokens", "separate_reasoning", "stream_reasoning", "include_reasoning"), (True,)),
-}
 
 
 class Fields:
@@ -57,15 +51,16 @@ class Fields:
         if value is not None and value not in neutral:
             raise Refusal(400, f"{self._name(name)} {reason}", param=self._name(name), code="unsupported_field")
 
-    def end(self) -> None:
-        """Refuses the call if a field was not taken. Fields that change no answer are ignored."""
-        if not self._path:
-            for name, neutral in _FILLED_IN.items():
-                self.refuse(name, neutral, f"must be {str(neutral[0]).lower()}: others are not supported")
-        for name in self._left:
-            if self._path or name not in _WITHOUT_EFFECT:
+    def end(self, known: Mapping[str, ApiField] = MappingProxyType({})) -> None:
+        """Refuses the call if a field was not taken, unless it is one of the `known` ones and asks for nothing."""
+        for name, value in self._left.items():
+            field = known.get(name)
+            if field is None or field.use == "used":
                 unknown = self._name(name)[:80]
                 raise Refusal(400, f"{unknown} is not known", param=unknown, code="unknown_field")
+            if not field.takes(value):
+                message = f"{name} is not taken here: {field.instead}"
+                raise Refusal(400, message, param=name, code="unsupported_field")
 
     def _name(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name

@@ -1,7 +1,7 @@
 """Turns the fields with which a call says how to sample into `SamplingParams`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -87,14 +87,23 @@ def _logit_bias(name: str, value: Any, limits: Limits) -> dict[int, float]:
     return bias
 
 
-def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
-    """Takes `response_format`, and returns the grammar that the answer must follow as a field of `SamplingParams`.
+def take_grammar(fields: Fields, limits: Limits) -> tuple[str, Grammar | None]:
+    """Takes what an answer must match, and returns the name of the field that says it, and the grammar, if there is any.
 
-    A format that is malformed, too large or unknown is refused.
+    `response_format` is OpenAI's, and `structured_outputs` is vLLM's. A format that is malformed, too large or unknown is
+    refused, and so are both at once.
     """
-    wanted = fields.take("response_format", Fields)
-    if wanted is None:
-        return {}
+    formatted, structured = fields.take("response_format", Fields), fields.take("structured_outputs", Fields)
+    found = None if formatted is None else _formatted(formatted, limits)
+    if structured is None:
+        return "response_format", found
+    if found is not None:
+        message = "structured_outputs can't be given with response_format"
+        raise Refusal(400, message, param="structured_outputs")
+    return "structured_outputs", _structured(structured, limits)
+
+
+def _formatted(wanted: Fields, limits: Limits) -> Grammar | None:
     kind, schema = wanted.need("type", values.choice, ("text", "json_object", "json_schema")), _ANY_OBJECT
     if kind == "json_schema":
         described = wanted.need("json_schema", Fields)
@@ -104,10 +113,49 @@ def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
         schema = described.need("schema", _schema, limits)
         described.end()
     wanted.end()
-    return {} if kind == "text" else {"grammar": Grammar("json_schema", json.dumps(dict(schema)))}
+    return None if kind == "text" else _json(schema)
+
+
+def _json(schema: Mapping[str, Any]) -> Grammar:
+    return Grammar("json_schema", json.dumps(dict(schema)))
+
+
+def _structured(wanted: Fields, limits: Limits) -> Grammar:
+    takers: Mapping[str, Callable[[str, Any, Limits], Grammar | None]] = {
+        "json": lambda name, value, limits: _json(_schema(name, value, limits)),
+        "json_object": lambda name, value, limits: _json(_ANY_OBJECT) if values.flag(name, value) else None,
+        "regex": lambda name, value, limits: Grammar("regex", _grammar_text(name, value, limits)),
+        "grammar": lambda name, value, limits: Grammar("lark", _grammar_text(name, value, limits)),
+        "choice": _choice,
+    }
+    found = [wanted.take(name, take, limits) for name, take in takers.items()]
+    for name in ("disable_any_whitespace", "disable_additional_properties"):
+        wanted.refuse(name, (False,), "is not supported")
+    wanted.end()
+    grammars = [one for one in found if one is not None]
+    if len(grammars) != 1:
+        message = f"structured_outputs must have one of {', '.join(takers)}, got {len(grammars)} of them"
+        raise Refusal(400, message, param="structured_outputs")
+    return grammars[0]
+
+
+def _choice(name: str, value: Any, limits: Limits) -> Grammar:
+    texts = values.texts(name, value)
+    values.require(bool(texts) and all(texts), name, "a list of texts, none of them empty", value)
+    # The escapes of Lark's strings are those of JSON.
+    return Grammar("lark", _grammar_text(name, "start: " + " | ".join(map(json.dumps, texts)), limits))
+
+
+def _grammar_text(name: str, value: Any, limits: Limits) -> str:
+    text, limit = values.text(name, value), limits.grammar_bytes
+    values.require(0 < len(text) <= limit, name, f"1 to {limit} characters", len(text))
+    return text
 
 
 def _schema(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        # vLLM takes a schema as JSON's text, too.
+        value = json.loads(_grammar_text(name, value, limits))
     values.require(isinstance(value, Mapping), name, "a JSON object", type(value))
     size, limit = len(json.dumps(value)), limits.grammar_bytes
     values.require(size <= limit, name, f"at most {limit} bytes of JSON", size)

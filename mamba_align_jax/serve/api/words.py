@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.serve.api.field_table import CHAT, fields_at
 from mamba_align_jax.serve.api.messages import take_prompt
 from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.refusals import json_response
@@ -21,7 +22,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     else:
         special = fields.take("add_special_tokens", values.flag)
         tokens = await service.encode(text, "prompt", add_special_tokens=special is not False)
-    fields.end()
+    fields.end(fields_at(CHAT))
     return json_response({"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)})
 
 

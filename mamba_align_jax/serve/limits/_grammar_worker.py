@@ -1,8 +1,8 @@
 """Compiles grammars, in a process of its own: see `grammars.py`. Imports nothing of this package.
 
-The first line of the input is a list of the names of the model's special tokens, as JSON. Each further one is a grammar, as a
-list of its kind and its text. Each line is answered by one with the error or null. A grammar that takes longer than the first
-argument says, in seconds, ends the process.
+The first line of the input is a list of the names of the model's special tokens, as JSON. Each further one is a grammar, as
+a list of its kind and its text. Each line is answered by one with the error or null. A grammar that takes longer than the
+first argument says, in seconds, ends the process.
 """
 
 import json
@@ -57,9 +57,10 @@ def _main(time_limit: float) -> None:
     vocabulary = _vocabulary(json.loads(sys.stdin.readline()))
     _answer(None)
     for line in sys.stdin:
+        kind, text = json.loads(line)
         # What the alarm does is to end the process.
         signal.setitimer(signal.ITIMER_REAL, time_limit)
-        error = _error(*json.loads(line), vocabulary)
+        error = _error(kind, text, vocabulary)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _answer(error)
 
