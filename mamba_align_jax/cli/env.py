@@ -68,7 +68,10 @@ def _devices() -> list[dict[str, Any]] | str:
         return f"none: {error!r}"
     # A CPU reports no memory.
     memory = [(device.memory_stats() or {}).get("bytes_limit", "unknown") for device in devices]
-    return [{"kind": one.device_kind, "bytes of memory": size} for one, size in zip(devices, memory, strict=True)]
+    return [
+        {"kind": one.device_kind, "bytes of memory by JAX's own share": size}
+        for one, size in zip(devices, memory, strict=True)
+    ]
 
 
 def main(arguments: list[str]) -> int:

@@ -119,7 +119,10 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
         where, logging = dict(host=options.host, port=options.port), uvicorn.config.LOGGING_CONFIG
         server = make_server(app, settings.limits, **where, access_log=options.access_log, log_config=logging)
         name = settings.model_name
-        print(f"mamba-align: compiling programs for {name}; /ready says when it is done", file=sys.stderr)
+        if settings.warmup == "none":
+            print(f"mamba-align: serving {name}; calls wait for the programs that they need", file=sys.stderr)
+        else:
+            print(f"mamba-align: compiling programs for {name}; /ready says when it is done", file=sys.stderr)
         run_server(server)
         if directory is not None:
             save_cache(engine, directory)

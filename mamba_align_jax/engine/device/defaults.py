@@ -100,7 +100,7 @@ def complete(
         small = dict(_SMALL, max_num_batched_tokens=max(_SMALL_TOKENS, config.max_mixed_tokens or 0))
         for name, value in small.items():
             chosen.put(name, value, "the device is a CPU")
-        _choose_blocks(chosen, _SMALL_PAGE)
+        _choose_blocks(chosen, _SMALL_PAGE, "the device is a CPU")
         chosen.put("max_mixed_tokens", chosen.config.max_num_batched_tokens, "as for other steps")
         return chosen.config, chosen.reasons
     speed = speed_of(memory.kind)
@@ -115,7 +115,7 @@ def complete(
     chosen.put("prefix_cache", "align" if lossy else "all", why)
     chosen.put("max_prefill_rows", _PREFILL_ROWS, "more of them make long prompts slower")
     _choose_tokens(chosen, facts, speed)
-    _choose_blocks(chosen, _PAGE)
+    _choose_blocks(chosen, _PAGE, "attention of many rows is fast with it")
     if config.block_size is None:
         _lengthen_blocks(chosen, model, facts, speed, memory)
     _choose_seqs(chosen, model, facts, memory)
@@ -147,18 +147,18 @@ def _choose_tokens(chosen: _Choices, facts: ModelFacts, speed: Speed) -> None:
     chosen.put("max_num_batched_tokens", max(_PROMPT_TOKENS, chosen.config.max_mixed_tokens), "where nothing decodes")
 
 
-def _choose_blocks(chosen: _Choices, page: int) -> None:
+def _choose_blocks(chosen: _Choices, page: int, why: str) -> None:
     """Chooses the smallest blocks and the pages. Whichever is given decides the other."""
     config = chosen.config
     if config.block_size is not None:
-        chosen.put("kv_page_size", math.gcd(page, config.block_size), "attention of many rows is fast with it")
+        chosen.put("kv_page_size", math.gcd(page, config.block_size), why)
         return
     fold = config.fold_length if config.policy == "deferred" else 1
     size = math.lcm(CHUNK_SIZE, config.kv_page_size or 1, fold)
     size *= -(-(1 + config.num_speculative_tokens) // size)
     if config.checkpoint_interval is not None:
         size = math.gcd(size, config.checkpoint_interval)
-    chosen.put("kv_page_size", math.gcd(page, size), "attention of many rows is fast with it")
+    chosen.put("kv_page_size", math.gcd(page, size), why)
     chosen.put("block_size", size, "a hit loses half a block on average")
 
 
