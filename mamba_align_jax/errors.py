@@ -41,7 +41,7 @@ class OutOfBlocksError(RuntimeError):
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as the engine allows. Nothing has changed; try again after some have started to run."""
+    """As many requests wait as the engine allows, or allows one tenant. Nothing has changed; try again after some ran."""
 
 
 class EngineDeadError(RuntimeError):

@@ -65,10 +65,11 @@ class EngineConfig:
         max_prefill_rows: Number of prompts that may have tokens in one step. Many short prompts start sooner with more
             of them; a step with prompts takes a little longer for each. With more than 8, delta-rule layers on Hopper GPUs
             take longer for a long prompt that is alone in a step. May be left out.
-        max_waiting: Number of requests that may wait to run for the first time; None is no limit.
-        overtaking_limit: Number of later requests that may run before a waiting request, for each level of priority by
-            which they are ahead of it; None lets every request of a lower priority number run first, however long others
-            wait.
+        max_waiting: Number of requests that may wait to run for the first time; None is no limit. Of one tenant at most half
+            as many are taken while others wait, and what it had queued alone keeps nobody out.
+        overtaking_limit: Number of later requests that may run before a request whose tenant has its turn, for each level of
+            priority by which they are ahead of it; None lets every request of a lower priority number run first, however
+            long others wait.
         state_dtype: Dtype of the recurrent states: "float32", "bfloat16" or "float16".
         window_layout: Layout of the pools of convolution windows: "SD", [window, channels], or "DS", [channels, window];
             None is the model's own, which is "SD" unless it was changed. See docs/kernels.md for when to take another.
@@ -239,8 +240,10 @@ class SamplingParams:
             has the boundaries that result.
         num_speculative_tokens: Largest number of draft tokens per step; None is the engine's, 0 turns speculation off.
             The generated tokens do not depend on it.
-        priority: Requests with lower numbers run first and are preempted last. Those with equal numbers run in the
-            order of their arrival.
+        priority: Requests with lower numbers run first and are preempted last. Those with equal numbers run tenant by
+            tenant, and those of one tenant in the order of their arrival.
+        tenant: Whose request it is. Tenants take turns: one request of each that waits runs, then the next one of each.
+            While others wait, a tenant has at most half of `EngineConfig.max_waiting`.
     """
 
     max_tokens: int = 64
@@ -264,6 +267,7 @@ class SamplingParams:
     checkpoint_at: tuple[int, ...] = ()
     num_speculative_tokens: int | None = None
     priority: int = 0
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         checked = dict(
@@ -294,6 +298,7 @@ class SamplingParams:
             checkpoint_at=values.integers("checkpoint_at", self.checkpoint_at, ordered=False),
             num_speculative_tokens=values.optional_integer("num_speculative_tokens", self.num_speculative_tokens, 0),
             priority=values.integer("priority", self.priority, maximum=None),
+            tenant=values.text("tenant", self.tenant),
         )
         for name, value in checked.items():
             object.__setattr__(self, name, value)

@@ -45,6 +45,7 @@ BAD_PARAMS = {
     "checkpoint_at": (None, 3, "12", b"12", [1.5], [math.nan], [-1], [2**31], {1: 2}),
     "num_speculative_tokens": ("a", 1.5, 1.0, math.nan, True, [1], -1, 2**31),
     "priority": NOT_INTEGERS,
+    "tenant": (None, b"x", 1, ["a"], "\ud800"),
 }
 BAD_CONFIGS = {
     "prefix_cache": (1, b"align", ["align"], "some", {}),

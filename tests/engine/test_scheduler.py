@@ -1,5 +1,7 @@
 """The scheduler computes every token of every request exactly once. Its caches are real, its device is a fake."""
 
+import itertools
+
 import depth
 import pytest
 from fakes.device import BLOCK, PAGE, Device, assert_complete, foresight, kept, make, request, serve
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.state_blocks import StateBlockManager
+from mamba_align_jax.engine.scheduling.waiting import WaitingQueue
 from mamba_align_jax.errors import QueueFullError
 
 
@@ -156,6 +159,114 @@ def test_full_queue_takes_preempted_requests_only():
     scheduler.add(late)
     with pytest.raises(QueueFullError):
         scheduler.add(request(4, [1]))
+
+
+def test_a_flood_of_one_tenant_is_one_turn():
+    """A second tenant's request enters next, whatever the first one has queued before it, and so does a third one's."""
+    scheduler, device = make(), Device("align")
+    flood = [request(n, [n % 7] * 9, tenant="a") for n in range(30)]
+    others = [request(100, [8] * 9, tenant="b"), request(101, [9] * 9, tenant="b"), request(200, [9] * 9, tenant="c")]
+    scheduler.add(flood[0])
+    for one in [*flood[1:], *others]:
+        scheduler.add(one)
+    assert [r.id for r in scheduler.waiting][:8] == [0, 100, 200, 1, 101, 2, 3, 4]
+    serve(scheduler, [], device=device, tenants=True)
+    assert device.entered == [0, 100, 200, 1, 101, *range(2, 30)]
+    assert_complete([*flood, *others])
+
+
+def test_a_tenant_that_had_to_wait_gives_way_to_those_that_ran_first():
+    """The flood's second request came second but entered last, so it is preempted first and comes back last."""
+    scheduler = make(num_pages=14)
+    requests = [request(n, [n] * 12, 20, tenant=tenant) for n, tenant in enumerate("aab")]
+    device = Device("align")
+    serve(scheduler, requests, device=device, tenants=True)
+    assert device.entered == [0, 2, 1, 2, 1], (
+        "the last two gave way, and come back in the order in which they ran first"
+    )
+    assert_complete(requests)
+
+
+def test_a_tenant_has_half_of_a_queue_while_others_wait():
+    """And what it has queued alone keeps nobody out."""
+    queue, numbers = WaitingQueue(6), itertools.count()
+
+    def room(tenant, count=1):
+        """How many requests of a tenant are taken."""
+        for taken in range(count):
+            try:
+                queue.add(request(next(numbers), [1], tenant=tenant))
+            except QueueFullError:
+                return taken
+        return count
+
+    assert room("a", 9) == 6
+    assert (room("b", 9), room("c", 9), room("a", 9)) == (3, 0, 0)
+    for one in list(queue):
+        queue.remove(one)
+    assert (room("b"), room("a", 9), room("c", 9), room("b", 9)) == (1, 3, 2, 0)
+    assert len(queue) == 6
+
+
+@settings(max_examples=depth.examples(60, 300), deadline=None)
+@given(st.data())
+def test_tenants_take_turns(data):
+    """As a slow model has it: of the tenants that wait, it is the turn of the one whose last turn, or whose arrival in an
+    empty line, is the longest ago. Requests that come, leave and are preempted change nothing of that."""
+    queue, now = WaitingQueue(), itertools.count()
+    waits, returned, running, since = [], [], [], {}  # `since` is by priority and tenant
+
+    def leave(one, had_turn):
+        place = one.params.priority, one.params.tenant
+        waits.remove(one)
+        if not any((r.params.priority, r.params.tenant) == place for r in waits):
+            del since[place]
+        elif had_turn:
+            since[place] = next(now)
+
+    def turn():
+        level = min(r.params.priority for r in [*waits, *returned])
+        again = [r for r in returned if r.params.priority == level]
+        return min(again, key=ran.index) if again else next_new(level)
+
+    def next_new(level):
+        _, tenant = min((place for place in since if place[0] == level), key=since.get)
+        return next(r for r in waits if (r.params.priority, r.params.tenant) == (level, tenant))
+
+    ran = []
+    for number, action in enumerate(data.draw(st.lists(st.integers(0, 9), min_size=10, max_size=60))):
+        if action < 5 or not queue:
+            one = request(number, [1], tenant=data.draw(st.sampled_from("abc")), priority=data.draw(st.integers(0, 1)))
+            queue.add(one)
+            waits.append(one)
+            since.setdefault((one.params.priority, one.params.tenant), next(now))
+        elif action < 8:
+            one = turn()
+            assert queue.first is one
+            assert next(iter(queue)) is one
+            queue.enter(one, running)
+            if one in returned:
+                returned.remove(one)
+            else:
+                ran.append(one)
+                leave(one, had_turn=True)
+            one.num_admissions += 1
+            running.append(one)
+            level = [r for r in ran if r.params.priority == one.params.priority and r in running]
+            assert level == sorted(level, key=lambda r: r.rank), "those that ran first rank first"
+        elif action == 8 and running:
+            one = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            queue.put_back(one)
+            returned.append(one)
+        else:
+            one = data.draw(st.sampled_from([*waits, *returned]))
+            had_turn = one in waits and next_new(one.params.priority) is one
+            queue.remove(one)
+            returned.remove(one) if one in returned else leave(one, had_turn)
+        assert sorted(r.id for r in queue) == sorted(r.id for r in [*waits, *returned])
+        assert len(queue) == len(waits) + len(returned)
+        assert all(r in queue for r in [*waits, *returned])
+        assert not any(r in queue for r in running)
 
 
 def test_remaining_budget_is_not_spent_inside_a_block():

@@ -26,6 +26,7 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
+from mamba_align_jax.engine.scheduling.tenants import Lines
 from mamba_align_jax.engine.scheduling.waiting import WaitingQueue
 
 pytestmark = pytest.mark.usefixtures("one_program")
@@ -116,9 +117,9 @@ def leave_out(every):
     return lambda method, *args: None if next(turn) % every == 0 else method(*args)
 
 
-def last_come_first(make, queue, *limits):
-    make(queue, *limits)
-    queue._arrivals = itertools.count(0, -1)
+def last_come_first(add, lines, tenant, item):
+    add(lines, tenant, item)
+    lines._lines[tenant] = {item.id: item, **lines._lines[tenant]}
 
 
 def ignore_priority(add, queue, request):
@@ -127,7 +128,7 @@ def ignore_priority(add, queue, request):
 
 
 def lose_place(put_back, queue, request):
-    request.rank = request.params.priority, next(queue._arrivals)
+    request.rank = request.params.priority, next(queue._arrivals), 0
     put_back(queue, request)
 
 
@@ -147,7 +148,7 @@ BUGS = {
     "some requests return no blocks": (HybridCache, "free", leave_out(90)),
     "names of finished requests are kept": (HybridCache, "forget", leave_out(1)),
     "tokens of finished requests stay in the drafter": (PromptLookupDrafter, "forget", leave_out(10)),
-    "the last request comes first": (WaitingQueue, "__init__", last_come_first),
+    "the last request comes first": (Lines, "add", last_come_first),
     "priorities are ignored": (WaitingQueue, "add", ignore_priority),
     "a preempted request loses its place in the queue": (WaitingQueue, "put_back", lose_place),
     "a preempted request counts against max_waiting": (WaitingQueue, "put_back", count_preempted),

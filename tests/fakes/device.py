@@ -151,6 +151,7 @@ def serve(
     steps_in_flight=0,
     plan=((0, 0),),
     heard=lambda row, tokens, gone: None,
+    tenants=False,
 ):
     """Serves requests to their end, checks the scheduler at every step, and returns their ids in the order of finishing.
 
@@ -164,6 +165,7 @@ def serve(
         steps_in_flight: steps that are dispatched before the last one's tokens are read.
         plan: drafts of a new device.
         heard: called with a row, its tokens and whether they came too late, when they are read.
+        tenants: whether requests have several tenants, which do not run in the order of their arrival.
     """
     states = scheduler.cache.states
     inside = -(-scheduler.max_num_batched_tokens // BLOCK) if states.mode == "all" else 0
@@ -196,7 +198,8 @@ def serve(
         preemptions, before = scheduler.counters["preemptions"], list(scheduler.running)
         plan = scheduler.schedule(settled=not in_flight)
         assert not in_flight or scheduler.counters["preemptions"] == preemptions, "an unread result may free blocks"
-        assert_order(rank, before, plan, scheduler)
+        if not tenants:
+            assert_order(rank, before, plan, scheduler)
         assert sum(row.num_tokens for row in plan.prefill) <= scheduler.max_num_batched_tokens
         assert len(plan.prefill) <= scheduler.max_prefill_rows
         if plan.rows:

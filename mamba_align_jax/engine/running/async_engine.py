@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -79,6 +79,7 @@ class AsyncEngine:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Requests that the engine doesn't have yet, and those that it has, by their ids.
         self._coming: set[_Stream] = set()
+        self._num_coming: Counter[str] = Counter()  # of each tenant
         self._streams: dict[int, _Stream] = {}
         self._is_closing = False
         self._thread = ServiceThread(target=self._run, name="mamba-align engine", daemon=True)
@@ -120,7 +121,7 @@ class AsyncEngine:
 
         Raises:
             ValueError: The request can never run: see `Engine.add_request`.
-            QueueFullError: `max_waiting` requests wait already.
+            QueueFullError: `max_waiting` requests wait already, or half as many of the tenant's while others wait.
             EngineDeadError: The thread has ended, or was never started.
         """
         # Long texts and grammars take a while, in which other tasks run.
@@ -171,8 +172,9 @@ class AsyncEngine:
             if not self.is_running:
                 raise EngineDeadError("the thread that steps the engine does not run") from self.error
             # The engine checks again when the thread hands the request over, which may be a step later.
-            self.engine.core.waiting.check_room(len(self._coming))
+            self.engine.core.waiting.check_room(params.tenant, self._num_coming)
             self._coming.add(stream)
+            self._num_coming[params.tenant] += 1
             self._commands.put(partial(self._add, stream, prompt, params))
 
     # What follows runs in the thread.
@@ -208,7 +210,11 @@ class AsyncEngine:
         """Wakes the thread."""
 
     def _add(self, stream: _Stream, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        self._coming.discard(stream)
+        with self._door:
+            self._coming.discard(stream)
+            self._num_coming[params.tenant] -= 1
+            if not self._num_coming[params.tenant]:
+                del self._num_coming[params.tenant]
         try:
             stream.request_id = self.engine.add_request(prompt, params)
         except BaseException as raised:

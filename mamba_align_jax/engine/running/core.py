@@ -172,7 +172,7 @@ class EngineCore:
 
     def add(self, prompt: tuple[int, ...], params: SamplingParams, outbox: dict[int, RequestOutput]) -> int:
         """Queues a request that was checked, whose output goes to `outbox`, and returns its id."""
-        self.waiting.check_room()
+        self.waiting.check_room(params.tenant)
         if level_of(params) >= Level.FULL:
             self.runner.make_sampler()
         text = GeneratedText.after(prompt, self.tokenizer, params.stop, params.min_tokens) if self.tokenizer else None

@@ -198,7 +198,7 @@ class Engine:
             ValueError: The request can never run: it is no sequence of tokens, is empty, too long for the model or the
                 pools, has tokens outside the vocabulary, wants more draft tokens than the engine makes, or has a
                 grammar that llguidance doesn't take.
-            QueueFullError: `max_waiting` requests wait already.
+            QueueFullError: `max_waiting` requests wait already, or half as many of the tenant's while others wait.
         """
         return self.core.alone(self.core.add, *self.core.checked(prompt_token_ids, params), self.core.outputs)
 

@@ -132,7 +132,8 @@ class Request:
         max_length: The number of tokens at which the request ends.
         level: The level of the programs that sample its tokens.
         slot: The request's place in the device's arrays; -1 while it waits.
-        rank: Priority and arrival. Lower ranks run first. The queue sets it once.
+        rank: Priority, arrival and turn. Lower ranks run first. The queue sets it when the request comes and when it runs
+            for the first time.
         num_computed: Number of tokens whose states exist on the device, as far as results were read.
         num_ahead: Number of tokens that planned, unread steps will add to them for certain.
         num_unsure: Number of drafts that these steps may add besides.
@@ -165,7 +166,7 @@ class Request:
     max_length: int = field(init=False)
     level: Level = field(init=False)
     slot: int = -1
-    rank: tuple[int, int] = (0, 0)
+    rank: tuple[int, int, int] = (0, 0, 0)
     num_computed: int = 0
     num_ahead: int = 0
     num_unsure: int = 0

@@ -107,7 +107,7 @@ class Plan:
 
 
 class Scheduler:
-    """Plans steps by priority, then first come, first served.
+    """Plans steps by priority, then tenant by tenant, and a tenant's requests in the order of their arrival.
 
     Running requests decode in every step, and prompt chunks fill the token budget. Steps may be planned while results
     of earlier ones are unread: what they add to a request is then known only within bounds, `Request.min_computed` and
@@ -116,10 +116,10 @@ class Scheduler:
     A decode row verifies as many drafts as the request can use and the pools have room for. The drafts come from the
     drafter. Without one they are `UNKNOWN`, and the device fills in those that it has made.
 
-    If there are too few free blocks and no result is unread, a running request is preempted: the one that came last
-    among those with the highest priority number. It gives all blocks back, waits in its old place in the queue, and
-    resumes from what is still cached. No request enters before one that waits ahead of it, nor while a running request
-    waits for blocks. Therefore requests of the same priority never keep one of them waiting for ever.
+    If there are too few free blocks and no result is unread, a running request is preempted: the one that entered last
+    among those with the highest priority number. It gives all blocks back, waits before all of its priority that never
+    ran, and resumes from what is still cached. No request enters before one that waits ahead of it, nor while a running
+    request waits for blocks. Therefore requests of the same priority never keep one of them waiting for ever.
 
     Attributes:
         current: The request whose row is being planned, recorded or removed; None between requests. If anything is
@@ -338,7 +338,7 @@ class Scheduler:
                     request.num_cached, request.cache_miss = 0, None
                 return
             budget -= used
-            self.waiting.remove(request)
+            self.waiting.enter(request, self.running)
             insort(self.running, request, key=by_rank)
 
     def _budget(self, plan: Plan) -> int:
