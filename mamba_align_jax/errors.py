@@ -52,6 +52,13 @@ class ProcessLostError(RuntimeError):
     """The process that leads an engine over several processes has failed, so this process, which follows it, can't go on."""
 
 
+class WorkerLostError(RuntimeError):
+    """The process that renders chats, or the one that checks grammars, was ended or stopped from outside, and its successor too.
+
+    The caller's input is not to blame: try again.
+    """
+
+
 class GrammarError(RuntimeError):
     """A request's grammar has grown beyond llguidance's limits, or no token may follow. Only that request ends."""
 

@@ -25,7 +25,9 @@ class Limits:
     logprobs: int = option(20, "Number of the most likely tokens that are reported for each token")
     messages: int = option(1024, "Number of messages of a chat")
     grammar_bytes: int = option(64 * 2**10, "Size of a JSON schema")
-    grammar_s: float = option(2.0, "Seconds that a JSON schema may take to compile, more than 0 and at most a day")
+    grammar_s: float = option(
+        2.0, "Seconds of CPU time that a JSON schema may take to compile, more than 0 and at most a day"
+    )
     connections: int = option(1024, "Number of connections that are open at once")
     receive_s: float = option(30.0, "Seconds in which a call's head must have arrived, and then its body")
     send_s: float = option(30.0, "Seconds for which a client may leave an answer unread")

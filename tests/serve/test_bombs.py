@@ -1,6 +1,8 @@
 """Templates and schemas that would read files, hang or need all memory are refused, and other calls go on meanwhile."""
 
 import json
+import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -63,6 +65,25 @@ def test_bad_rules_are_refused(grammars, kind, text):
     with pytest.raises(ValueError, match="response_format must"):
         grammars.check(Grammar(kind, text))
     grammars.check(Grammar("regex", "a+"))
+
+
+def test_a_refusal_is_kept(grammars):
+    """A tenant that sends one bomb again and again costs nobody's time."""
+    bomb = Grammar("json_schema", '{"type": "integer", "multipleOf": 299993}')
+    for _ in range(2):
+        with pytest.raises(ValueError, match="response_format must compile within 1 s of CPU time"):
+            grammars.check(bomb)
+        assert grammars._worker._process.poll() is not None, "the bomb ended it, and nothing started another one"
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_whoever_ends_or_stops_the_process_is_not_the_client(end):
+    grammars = GrammarCheck(0.5)
+    grammars.check(Grammar("json_schema", "{}"))
+    os.kill(grammars._worker._process.pid, end)
+    grammars.check(Grammar("json_schema", '{"type": "object"}'))
+    with pytest.raises(ValueError, match="response_format must be what llguidance takes"):
+        grammars.check(Grammar("json_schema", '{"type": "what"}'))
 
 
 def test_backtracking_costs_nothing(grammars):

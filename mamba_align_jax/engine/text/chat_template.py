@@ -28,7 +28,7 @@ class ChatTemplate:
     Attributes:
         source: The template's text.
         variables: What the template may use besides the messages, for instance `bos_token`.
-        time_limit: Number of seconds that a prompt may take, at most a day.
+        time_limit: Number of seconds of CPU time that a prompt may take, at most a day.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *, time_limit: float = 2.0) -> None:
@@ -42,7 +42,8 @@ class ChatTemplate:
         self.time_limit = values.time_limit("time_limit", time_limit)
         self.source, self.variables = source, dict(variables or {})
         self._turns = Turns("the chat template")
-        self._worker = self._start()
+        self._worker = Worker(_SCRIPT, self.time_limit, json.dumps(source))
+        _text_of(self._worker.start())
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
@@ -58,6 +59,7 @@ class ChatTemplate:
         Raises:
             ValueError: An argument is of another type, or the template refuses the messages, fails, or takes too long or too
                 much memory.
+            WorkerLostError: The process that renders was ended or stopped from outside, and so was the one after it.
             RuntimeError: This process was forked from the one that made the template.
         """
         chat, wanted = values.members("messages", messages, "a sequence of messages"), "a mapping with role and content"
@@ -69,17 +71,7 @@ class ChatTemplate:
             task = json.dumps(_UNUSED | self.variables | variables | given)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"messages must be what JSON can hold, got {error}") from error
-        return values.text("the chat template's prompt", _text_of(self._turns.take(self._ask, task)))
-
-    def _ask(self, task: str) -> Any:
-        if not self._worker.is_alive:
-            self._worker = self._start()
-        return self._worker.ask(task)
-
-    def _start(self) -> Worker:
-        worker = Worker(_SCRIPT, str(self.time_limit))
-        _text_of(worker.ask(json.dumps(self.source)))
-        return worker
+        return values.text("the chat template's prompt", _text_of(self._turns.take(self._worker.ask, task)))
 
 
 def _text_of(answer: Any) -> str:

@@ -23,23 +23,35 @@ def special_tokens_of(tokenizer: object) -> list[str]:
 
 
 class GrammarCheck:
-    """Compiles grammars as a test, each in `time_limit` seconds. One thread may call it. The first call starts a process."""
+    """Compiles grammars as a test, each in `time_limit` seconds. One thread may call it. The first call starts a process.
+
+    What was found for the last 256 grammars is kept, also that they are wrong or take too long.
+    """
 
     def __init__(self, time_limit: float, special_tokens: Callable[[], Sequence[str]] = tuple) -> None:
         """`special_tokens` returns the names of the model's special tokens, which rules may name."""
         self._time_limit, self._special_tokens = time_limit, special_tokens
         self._worker: Worker | None = None
-        # What was good stays good.
-        self.check = functools.lru_cache(256)(self._check)
+        self._error_of = functools.lru_cache(256)(self._find_error)
 
-    def _check(self, grammar: Grammar) -> None:
-        """Compiles a grammar, or raises a FieldError if it is wrong or takes too long or too much memory."""
-        if self._worker is None or not self._worker.is_alive:
-            self._worker = Worker(_SCRIPT, str(self._time_limit))
-            self._worker.ask(json.dumps(self._special_tokens()))
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar as a test.
+
+        Raises:
+            FieldError: It is wrong, or takes too long or too much memory.
+            WorkerLostError: The process was ended from outside.
+        """
+        error = self._error_of(grammar)
+        if error is not None:
+            raise error.renamed(error.field)
+
+    def _find_error(self, grammar: Grammar) -> FieldError | None:
+        if self._worker is None:
+            self._worker = Worker(_SCRIPT, self._time_limit, json.dumps(self._special_tokens()))
         answer = self._worker.ask(json.dumps([grammar.kind, grammar.text]))
         if answer is None:
-            wanted = f"compile within {self._time_limit:g} s and the limits of memory"
-            raise FieldError("response_format", wanted, must="must")
+            wanted = f"compile within {self._time_limit:g} s of CPU time and the limits of memory"
+            return FieldError("response_format", wanted, must="must")
         if answer["error"]:
-            raise FieldError("response_format", "what llguidance takes", answer["error"])
+            return FieldError("response_format", "what llguidance takes", answer["error"])
+        return None
