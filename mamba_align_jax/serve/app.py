@@ -60,7 +60,7 @@ def create_app(
 
     def api(path: str, endpoint: Callable[[Service, Request], Awaitable[Response | EventStream]], method: str) -> Route:
         async def respond(request: Request) -> Response | EventStream:
-            return await endpoint(service, request)
+            return await endpoint(service.of(request), request)
 
         return Route(path, respond, methods=[method])
 

@@ -39,6 +39,12 @@ class Lines(Generic[T]):
         """What leaves in the next turn."""
         return next(iter(next(iter(self._lines.values())).values()))
 
+    def take(self) -> T:
+        """Takes out what leaves in this turn."""
+        tenant, first = next(iter(self._lines)), self.first
+        self.remove(tenant, first)
+        return first
+
     def has(self, tenant: str, item: T) -> bool:
         """Whether something waits."""
         return item.id in self._lines.get(tenant, ())

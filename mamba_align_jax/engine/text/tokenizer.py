@@ -1,11 +1,14 @@
 """Text in and out of an engine, with the tokenizer.json of its model's directory. Needs the extra `text`."""
 
+import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.interrupts import failure
+from mamba_align_jax.engine.text.longest_token import longest_token
 from mamba_align_jax.errors import FieldError
 
 
@@ -32,6 +35,11 @@ class _FileTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+
+    @functools.cached_property
+    def longest_token(self) -> int | None:
+        """The largest number of a text's characters that become one token; None if it is not known."""
+        return longest_token(json.loads(self.to_json()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         # `encode` would keep all other threads waiting, for seconds if the text is long.

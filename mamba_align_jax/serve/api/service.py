@@ -1,12 +1,13 @@
 """What all calls of one server share: the engine, the model's words, the keys and the metrics."""
 
 import asyncio
+import copy
 import functools
 import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from starlette.requests import Request
 
@@ -14,12 +15,12 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.interrupts import contained
-from mamba_align_jax.engine.running.admission import NUM_SEEDS, seeded, with_seed
+from mamba_align_jax.engine.running.admission import NUM_SEEDS, seeded, with_seed, with_tenant
 from mamba_align_jax.engine.running.async_engine import AsyncEngine
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
 from mamba_align_jax.engine.text.generated_text import BROKEN
 from mamba_align_jax.engine.text.tokenizer import Tokenizer
-from mamba_align_jax.errors import FieldError
+from mamba_align_jax.errors import FieldError, WorkerLostError
 from mamba_align_jax.serve.api.fields import Fields, read_fields
 from mamba_align_jax.serve.api.generation import Asked, stopped
 from mamba_align_jax.serve.keys import Keys
@@ -38,7 +39,13 @@ _LEAST_LOGPROB = -9999.0
 
 
 class Service:
-    """What all calls of one server share. Its methods raise a `Refusal` where they refuse a call."""
+    """What all calls of one server share. Its methods raise a `Refusal` where they refuse a call.
+
+    Attributes:
+        tenant: Whose call it is that has this service: see `of`.
+    """
+
+    tenant = ""
 
     def __init__(self, serving: AsyncEngine, settings: Settings, template: ChatTemplate | None) -> None:
         """Makes the service of an engine. `template` writes chats as text; None refuses them."""
@@ -54,6 +61,15 @@ class Service:
         self.has_failed_to_compile = False
         # A token's text never changes.
         self.token_text = functools.lru_cache(maxsize=2**16)(self._token_text)
+
+    def of(self, request: Request) -> Self:
+        """Returns the service as one call has it: what the call asks for waits in its tenant's line.
+
+        A tenant is a key, or the address of a peer where no client needs a key.
+        """
+        one = copy.copy(self)
+        one.tenant = self.keys.tenant(request.headers) or (request.client.host if request.client else "")
+        return one
 
     def check_alive(self) -> None:
         """Refuses calls if the engine has stopped or was stopped, or its programs could not be compiled."""
@@ -96,11 +112,19 @@ class Service:
         return self.serving.engine.tokenizer
 
     async def encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        """Returns a text's tokens, if the model has a tokenizer. Other calls go on meanwhile."""
-        encode = functools.partial(self.tokenizer(param).encode, text, add_special_tokens=add_special_tokens)
+        """Returns a text's tokens, if the model has a tokenizer and could take them. Other calls go on meanwhile."""
+        tokenizer = self.tokenizer(param)
+        longest = getattr(tokenizer, "longest_token", None)
+        if longest is not None and len(text) > longest * self.max_model_len:
+            message = (
+                f"{param} must fit in {self.max_model_len} tokens of at most {longest} characters each, "
+                f"got {len(text)} characters"
+            )
+            raise Refusal(400, message, param=param, code="context_length_exceeded")
+        encode = functools.partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if len(text) > _LONG_TEXT:
             # A few long texts would otherwise take all threads for seconds, and short ones would wait for them.
-            return await self._reading.run(encode)
+            return await self._reading.run(self.tenant, encode)
         return await asyncio.to_thread(contained(encode))
 
     async def decode(self, tokens: Sequence[int], param: str) -> str:
@@ -118,14 +142,18 @@ class Service:
             raise Refusal(400, message, param="messages", code="no_chat_template")
         render = functools.partial(template.render, messages, add_generation_prompt=add_generation_prompt, **variables)
         try:
-            return await self._rendering.run(render)
+            return await self._rendering.run(self.tenant, render)
+        except WorkerLostError as error:
+            raise overloaded(str(error)) from error
         except ValueError as error:
             raise Refusal(400, str(error), param="messages", code="chat_template") from error
 
     async def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Refuses a call whose grammar, which the field `param` asks for, doesn't compile quickly."""
         try:
-            await self._compiling.run(self._grammars.check, grammar)
+            await self._compiling.run(self.tenant, self._grammars.check, grammar)
+        except WorkerLostError as error:
+            raise overloaded(str(error)) from error
         except FieldError as error:
             raise Refusal(400, str(error.renamed(param)), param=param, code="grammar") from error
 
@@ -192,6 +220,7 @@ class Service:
 
         Without a seed of the caller's, each prompt has one of its own, so that equal prompts get different answers.
         """
+        params = with_tenant(params, self.tenant)
         first = lambda: params if has_seed else with_seed(params, self._new_seed(NUM_SEEDS))
         return [(prompt, one) for prompt in prompts for one in seeded(first(), n)]
 
