@@ -186,6 +186,7 @@ SERVER_ROOMS = {
     "metrics": (),
     "keys": ("refusals",),
     "limits": ("settings", "refusals"),
+    "replies": (),
     "api": ("settings", "refusals", "metrics", "keys", "limits"),
     "page": ("api",),
     "events": (),

@@ -1,0 +1,39 @@
+"""The parts of a reply."""
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Reasoning(NamedTuple):
+    """A piece of the reasoning."""
+
+    text: str
+
+
+class Content(NamedTuple):
+    """A piece of the answer."""
+
+    text: str
+
+
+class Call(NamedTuple):
+    """A whole tool call. `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+Part = Reasoning | Content | Call
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Join neighbouring pieces of reasoning, and neighbouring pieces of the answer. Calls stay apart."""
+    result: list[Part] = []
+    for kind, group in itertools.groupby(parts, type):
+        pieces = list(group)
+        if kind is Call:
+            result += pieces
+        else:
+            result.append(kind("".join(piece.text for piece in pieces)))
+    return result
