@@ -1,95 +1,72 @@
-"""Forms of tool calls whose arguments are JSON."""
+"""Forms of tool calls whose arguments are JSON: hermes, Kimi's, and that of Nemotron Nano 2."""
 
-import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
+from mamba_align_jax.serve.replies.json_text import elements, members, object_text, string_of
 from mamba_align_jax.serve.replies.parts import Call
-from mamba_align_jax.serve.replies.unread import WHITESPACE, NotACall, Tags, Unread, closed, json_text
+from mamba_align_jax.serve.replies.schemas import Schemas
+from mamba_align_jax.serve.replies.unread import NotACall, Tags, Unread, following, json_text, required, up_to
 
 _HERMES_END = Tags("</tool_call>")
+_NEMOTRON_END = Tags("</TOOLCALL>")
+KIMI_CALLS, KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
+_KIMI_CALL = Tags(KIMI_CALL)
+_KIMI_NEXT = Tags(KIMI_CALL, "<|tool_calls_section_end|>")
+_KIMI_ARGUMENTS = Tags("<|tool_call_argument_begin|>")
+_KIMI_END = Tags("<|tool_call_end|>")
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-# Strings may have line breaks of their own, which models write; `checked_object` then escapes them.
-_DECODER = json.JSONDecoder(parse_constant=_refuse, strict=False)
-
-
-def checked_object(text: str) -> str:
-    """Return the text of a JSON object as it is, or encoded again if its strings have bare control characters.
-
-    Raises:
-        NotACall: The text is no JSON object.
-    """
-    try:
-        value = _DECODER.decode(text)
-    except ValueError as error:
-        raise NotACall from error
-    if not isinstance(value, dict):
+def named(name: str, arguments: str) -> Call:
+    """Return a call. Raises NotACall if the name is empty or has characters that can't be shown."""
+    if not name or not name.isprintable():
         raise NotACall
-    has_control = any(character < " " and character not in WHITESPACE for character in text)
-    return json.dumps(value, ensure_ascii=False) if has_control or _has_broken_strings(text) else text
+    return Call(name, arguments)
 
 
-def _has_broken_strings(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return True
-    return False
-
-
-def _members(text: str) -> Mapping[str, str]:
-    """Return the members of a JSON object, each value as its text. Raises NotACall if the text is no JSON object."""
-    found, at = {}, text.index("{") + 1
-    try:
-        at = _after_spaces(text, at)
-        while text[at] != "}":
-            key, at = _DECODER.raw_decode(text, at)
-            at = _expect(text, at, ":")
-            _, end = _DECODER.raw_decode(text, at)
-            found[key] = text[at:end]
-            at = _after_spaces(text, end)
-            if text[at] != "}":
-                at = _expect(text, at, ",")
-    except (ValueError, IndexError, TypeError) as error:
-        raise NotACall from error
-    return found
-
-
-def _after_spaces(text: str, at: int) -> int:
-    while text[at] in WHITESPACE:
-        at += 1
-    return at
-
-
-def _expect(text: str, at: int, character: str) -> int:
-    at = _after_spaces(text, at)
-    if text[at] != character:
-        raise ValueError(character)
-    return _after_spaces(text, at + 1)
-
-
-def call_of(text: str) -> Call:
+def _call_of(text: str) -> Call:
     """Read a call from the text of a JSON object with "name" and "arguments".
 
-    The arguments are an object, or a string that holds an object, or absent if there are none. Raises NotACall otherwise.
+    The arguments are an object, a string that holds an object, or absent if there are none. Raises NotACall otherwise.
     """
-    members = _members(text)
-    name, arguments = _DECODER.decode(members.get("name", "0")), members.get("arguments", "{}")
-    if not isinstance(name, str) or not name:
-        raise NotACall
+    found = dict(members(text)) if text.startswith("{") else {}
+    arguments = found.get("arguments", "{}")
     if arguments.startswith('"'):
-        arguments = _DECODER.decode(arguments)
-    return Call(name, checked_object(arguments))
+        arguments = string_of(arguments)
+    return named(string_of(found.get("name", "")), object_text(arguments))
 
 
-def read_hermes(unread: Unread, tag: str, functions: Mapping) -> Generator[Call | None, None, None]:
-    """`<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>`, with whitespace between."""
+def read_hermes(unread: Unread, tag: str, schemas: Schemas) -> Generator[Call | None, None, None]:
+    """`<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>`."""
     text = yield from json_text(unread, "{")
-    _, is_closed = yield from closed(unread, _HERMES_END)
-    if not is_closed:
+    yield from required(unread, _HERMES_END, or_end=True)
+    yield _call_of(text)
+
+
+def read_nemotron(unread: Unread, tag: str, schemas: Schemas) -> Generator[Call | None, None, None]:
+    """`<TOOLCALL>[{"name": NAME, "arguments": OBJECT}, ...]</TOOLCALL>`."""
+    text = yield from json_text(unread, "[")
+    yield from required(unread, _NEMOTRON_END, or_end=True)
+    calls = [_call_of(element) for element in elements(text)]
+    if not calls:
         raise NotACall
-    yield call_of(text)
+    yield from calls
+
+
+def read_kimi(unread: Unread, tag: str, schemas: Schemas) -> Generator[Call | None, None, None]:
+    """Calls between `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`.
+
+    Each is `<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>OBJECT<|tool_call_end|>`. A call may begin
+    without the section, as after one that can't be read.
+    """
+    if tag == KIMI_CALLS:
+        yield from required(unread, _KIMI_CALL)
+    while True:
+        identifier, _ = yield from up_to(unread, _KIMI_ARGUMENTS)
+        text = yield from json_text(unread, "{")
+        yield from required(unread, _KIMI_END, or_end=True)
+        name, _, index = identifier.strip().rpartition(":")
+        name = name if index.isdecimal() else identifier.strip()
+        yield named(name.removeprefix("functions."), object_text(text))
+        _, following_tag = yield from following(unread, _KIMI_NEXT)
+        if following_tag != KIMI_CALL:
+            return

@@ -1,10 +1,13 @@
 """Cuts a reply into reasoning, answer and tool calls, as its text comes."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
-from mamba_align_jax.serve.replies.forms import Functions, ReasoningForm, ToolForm
+from mamba_align_jax.serve.replies.forms import ReasoningForm, ToolForm
 from mamba_align_jax.serve.replies.parts import Content, Part, Reasoning, joined
+from mamba_align_jax.serve.replies.schemas import Schemas
 from mamba_align_jax.serve.replies.unread import WHITESPACE, NotACall, Tags, Unread, following
+
+_Text = type[Reasoning] | type[Content]
 
 
 def begins_in_reasoning(prompt_text: str, form: ReasoningForm | None) -> bool:
@@ -31,7 +34,7 @@ class ReplyParser:
         self,
         reasoning: ReasoningForm | None,
         tools: ToolForm | None,
-        functions: Functions,
+        functions: Mapping[str, object],
         *,
         begins_in_reasoning: bool = False,
     ) -> None:
@@ -45,7 +48,7 @@ class ReplyParser:
         """
         self._reasoning = reasoning
         self._tools = tools
-        self._functions = functions
+        self._schemas = Schemas(functions)
         self._begun = begins_in_reasoning
         self._openings = Tags(*tools.openings) if tools else None
         self._unread = Unread()
@@ -79,16 +82,16 @@ class ReplyParser:
         while True:
             if not tag:
                 tag = yield from self._read_text(Content, self._openings, holds_spaces=True)
-            if not tag:
+            if not tag or not self._tools:
                 return
-            yield from self._read_calls(tag)
+            yield from self._read_calls(self._tools, tag)
             tag = ""
 
     def _read_reasoning(self, form: ReasoningForm) -> Generator[None, None, str]:
         """Read the reasoning, if there is any. Returns the opening tag of a call if that ended it."""
         if not self._begun:
             spaces, tag = yield from following(self._unread, Tags(form.opening))
-            if not tag:
+            if tag is None:
                 self._say(Content, spaces, holds_spaces=True)
                 return ""
         openings = self._tools.openings if self._tools and form.ends_at_calls else ()
@@ -98,7 +101,7 @@ class ReplyParser:
         self._dropped = "\r\n" if form.trims else ""
         return tag if tag in openings else ""
 
-    def _read_text(self, kind: type[Part], tags: Tags | None, *, holds_spaces: bool) -> Generator[None, None, str]:
+    def _read_text(self, kind: _Text, tags: Tags | None, *, holds_spaces: bool) -> Generator[None, None, str]:
         """Read text to the first of the tags. Returns the tag; empty if the reply has ended, with all whitespace said."""
         while True:
             if tags is None:
@@ -114,10 +117,10 @@ class ReplyParser:
                 return ""
             yield
 
-    def _read_calls(self, tag: str) -> Generator[None, None, None]:
+    def _read_calls(self, tools: ToolForm, tag: str) -> Generator[None, None, None]:
         """Read the calls behind an opening tag; what is no call is said."""
         try:
-            for call in self._tools.read(self._unread, tag, self._functions):
+            for call in tools.read(self._unread, tag, self._schemas):
                 if call is None:
                     yield
                 else:
@@ -127,7 +130,7 @@ class ReplyParser:
         except NotACall:
             self._say(Content, tag + self._unread.forget(), holds_spaces=True)
 
-    def _say(self, kind: type[Part], text: str, *, holds_spaces: bool) -> None:
+    def _say(self, kind: _Text, text: str, *, holds_spaces: bool) -> None:
         """Add a piece to the parts, without the whitespace at its end if that is to be held."""
         text = text.lstrip(self._dropped) if self._dropped else text
         if text:

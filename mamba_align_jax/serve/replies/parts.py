@@ -31,9 +31,9 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     """Join neighbouring pieces of reasoning, and neighbouring pieces of the answer. Calls stay apart."""
     result: list[Part] = []
     for kind, group in itertools.groupby(parts, type):
-        pieces = list(group)
         if kind is Call:
-            result += pieces
+            result += group
         else:
-            result.append(kind("".join(piece.text for piece in pieces)))
+            text = "".join(part[0] for part in group)
+            result.append(Reasoning(text) if kind is Reasoning else Content(text))
     return result

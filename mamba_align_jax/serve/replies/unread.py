@@ -11,14 +11,20 @@ from collections.abc import Generator
 WHITESPACE = " \t\r\n"
 # JSON that is nested deeper is no call: decoders, here and at the client, recurse.
 MAX_JSON_DEPTH = 100
-_SPACES = re.compile(f"[{WHITESPACE}]*")
-# What JSON may have outside of strings, but for brackets.
-_BETWEEN = re.compile(r"[\s\d:,.+\-A-Za-z]*")
-_IN_STRING = re.compile(r'[^"\\]*')
+_NO_SPACE = re.compile(f"[^{WHITESPACE}]")
+# What matters in JSON: outside of strings all but spaces, numbers, names and the marks between values.
+_MATTERS = re.compile(r"[^ \t\r\n0-9:,.+\-A-Za-z]")
+_MATTERS_IN_STRING = re.compile(r'["\\]')
 
 
 class NotACall(Exception):
     """The text after an opening tag is not a call."""
+
+
+def behind_spaces(text: str, at: int) -> int:
+    """Return the index of the first character from index `at` on that is not whitespace, or the text's length."""
+    found = _NO_SPACE.search(text, at)
+    return found.start() if found else len(text)
 
 
 class Tags:
@@ -103,38 +109,32 @@ def up_to(unread: Unread, tags: Tags) -> Generator[None, None, tuple[str, str]]:
         yield
 
 
-def following(unread: Unread, tags: Tags) -> Generator[None, None, tuple[str, str]]:
-    """Read whitespace and the tag behind it. Returns both; the second is empty if none of the tags follows."""
+def following(unread: Unread, tags: Tags, *, or_end: bool = False) -> Generator[None, None, tuple[str, str | None]]:
+    """Read whitespace and the tag behind it, if one follows.
+
+    Returns the whitespace, and the tag; None if none follows. With `or_end` the tag is empty if the reply ends here, or
+    within a tag, which is then taken as far as it goes.
+    """
     spaces = []
     while True:
-        spaces.append(unread.take_to(_SPACES.match(unread.text, unread.at).end()))
+        spaces.append(unread.take_to(behind_spaces(unread.text, unread.at)))
         if found := tags.match(unread.text, unread.at):
             return "".join(spaces), unread.take_to(found.end())
-        if unread.ended or (unread.at < len(unread.text) and tags.begun(unread.text, unread.at) > unread.at):
+        has_begun = tags.begun(unread.text, unread.at) == unread.at
+        if unread.ended and or_end and has_begun:
+            unread.take_to(len(unread.text))
             return "".join(spaces), ""
+        if unread.ended or not has_begun:
+            return "".join(spaces), None
         yield
 
 
-def required(unread: Unread, tags: Tags) -> Generator[None, None, str]:
-    """Read whitespace and the tag behind it. Returns the tag. Raises NotACall if none of them follows."""
-    _, tag = yield from following(unread, tags)
-    if not tag:
+def required(unread: Unread, tags: Tags, *, or_end: bool = False) -> Generator[None, None, str]:
+    """Read what `following` does. Returns the tag. Raises NotACall if none follows."""
+    _, tag = yield from following(unread, tags, or_end=or_end)
+    if tag is None:
         raise NotACall
     return tag
-
-
-def closed(unread: Unread, tags: Tags) -> Generator[None, None, tuple[str, bool]]:
-    """Read whitespace and the last tag of a call, or as much of it as there is if the reply ends within.
-
-    Returns the whitespace, and whether the call is closed. The text is left where it is not.
-    """
-    spaces, tag = yield from following(unread, tags)
-    if tag:
-        return spaces, True
-    if unread.ended and tags.begun(unread.text, unread.at) == unread.at:
-        unread.take_to(len(unread.text))
-        return spaces, True
-    return spaces, False
 
 
 def json_text(unread: Unread, bracket: str) -> Generator[None, None, str]:
@@ -170,10 +170,10 @@ def _json_step(text: str, at: int, depth: int, state: str) -> tuple[int, int, st
     """
     if state == "escape":
         return at + 1, depth, "string"
-    at = (_IN_STRING if state == "string" else _BETWEEN).match(text, at).end()
-    if at == len(text):
-        return at, depth, state
-    character = text[at]
+    found = (_MATTERS_IN_STRING if state == "string" else _MATTERS).search(text, at)
+    if not found:
+        return len(text), depth, state
+    at, character = found.start(), found[0]
     if state == "string":
         return at + 1, depth, "escape" if character == "\\" else "between"
     if character == '"':
