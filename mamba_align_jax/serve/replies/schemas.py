@@ -48,7 +48,7 @@ class Schemas:
             root = self._functions.get(function)
             properties = root.get("properties") if isinstance(root, Mapping) else None
             schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-            self._types[key] = frozenset(_types(schema, root))
+            self._types[key] = frozenset(types_in(schema, root))
         return self._types[key]
 
 
@@ -57,7 +57,7 @@ def _kind(value: object) -> str:
     return _KINDS[type(value).__name__]
 
 
-def _types(parameter: object, root: object) -> Iterator[str]:
+def types_in(parameter: object, root: object) -> Iterator[str]:
     """Return the types that a schema names, also in alternatives, references within `root`, and by allowed values."""
     pending, seen = [parameter], set()
     while pending:
@@ -68,14 +68,20 @@ def _types(parameter: object, root: object) -> Iterator[str]:
         for name in named if isinstance(named, list) else [named]:
             if isinstance(name, str):
                 yield "number" if name == "integer" else name
-        for value in [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else [])]:
-            yield _kind(value)
+        yield from map(_kind, listed_values(schema))
         for keyword in ("anyOf", "oneOf", "allOf"):
             pending += _listed(schema, keyword)
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
             pending.append(_resolved(reference, root))
+
+
+def listed_values(schema: object) -> list:
+    """Return the values that a schema lists; none if it lists none."""
+    if not isinstance(schema, Mapping):
+        return []
+    return [schema["const"]] if "const" in schema else _listed(schema, "enum")
 
 
 def _listed(schema: Mapping, keyword: str) -> list:
