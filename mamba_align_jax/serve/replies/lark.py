@@ -21,7 +21,7 @@ class Rules:
         Args:
             special_tokens: Tags that are single tokens; others are written out.
         """
-        self._special_tokens = special_tokens
+        self._special_tokens = frozenset(special_tokens)
         self._rules = [f"{TEXT}: /(?s:.*)/"]
 
     def add(self, body: str, options: str = "") -> str:

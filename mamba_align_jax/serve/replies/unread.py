@@ -137,6 +137,9 @@ def required(unread: Unread, tags: Tags, *, or_end: bool = False) -> Generator[N
     return tag
 
 
+_BRACKETS = {"{": Tags("{"), "[": Tags("[")}
+
+
 def json_text(unread: Unread, bracket: str) -> Generator[None, None, str]:
     """Read whitespace and a JSON object or array, to its last bracket. Returns its text, which may still be wrong JSON.
 
@@ -148,7 +151,7 @@ def json_text(unread: Unread, bracket: str) -> Generator[None, None, str]:
         NotACall: Something else follows, or it has characters between its strings that JSON doesn't have, or it is nested
             deeper than `MAX_JSON_DEPTH`, or the reply ends before it does.
     """
-    yield from required(unread, Tags(bracket))
+    yield from required(unread, _BRACKETS[bracket])
     pieces, depth, state = [bracket], 1, "between"
     while True:
         text, end = unread.text, unread.at
