@@ -33,8 +33,7 @@ class Tags:
     def __init__(self, *tags: str) -> None:
         self._whole = re.compile("|".join(map(re.escape, tags)))
         beginnings = {tag[:size] for tag in tags for size in range(1, len(tag))}
-        longest_first = sorted(beginnings, key=len, reverse=True)
-        self._begun = re.compile(f"(?:{'|'.join(map(re.escape, longest_first))})\\Z") if beginnings else None
+        self._begun = re.compile(f"(?:{'|'.join(map(re.escape, sorted(beginnings)))})\\Z") if beginnings else None
         self._longest = max(map(len, tags))
 
     def search(self, text: str, start: int) -> re.Match[str] | None:
