@@ -218,6 +218,7 @@ class SamplingParams:
             tokens, and its text is not part of the output's text.
         stop: Strings that end the request. The generated text ends before the first of them that is complete, and the
             tokens with the one that completes it. Needs an engine with a tokenizer.
+        skip_special_tokens: Whether special tokens are left out of the generated text.
         ignore_eos: Whether the request goes on after the model's end token.
         min_tokens: The model's end tokens and `stop_token_ids` are not generated before this number of tokens, and no stop
             string ends the request.
@@ -253,6 +254,7 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     min_tokens: int = 0
     min_p: float = 0.0
@@ -279,6 +281,7 @@ class SamplingParams:
             seed=values.integer("seed", self.seed, 0),
             stop_token_ids=values.integers("stop_token_ids", self.stop_token_ids, ordered=False),
             stop=values.texts("stop", self.stop),
+            skip_special_tokens=values.flag("skip_special_tokens", self.skip_special_tokens),
             ignore_eos=values.flag("ignore_eos", self.ignore_eos),
             min_tokens=values.integer("min_tokens", self.min_tokens, 0),
             min_p=values.number("min_p", self.min_p, 0, 1, "in [0, 1]"),

@@ -28,6 +28,7 @@ BAD_PARAMS = {
     "seed": (*NOT_INTEGERS, -1, 2**31, 2**64),
     "stop_token_ids": (None, 3, "12", b"12", [1.5], ["a"], [None], [-1], [2**31], {1: 2}, [True], np.zeros((2, 2))),
     "stop": (None, 3, b"x", [b"x"], "", ["a", ""], [1], "\ud800", {"a": 1}, True),
+    "skip_special_tokens": NOT_FLAGS,
     "ignore_eos": NOT_FLAGS,
     "min_tokens": (*NOT_INTEGERS, -1, 65, 2**31),
     "min_p": (*NOT_NUMBERS, -0.1, 1.01),

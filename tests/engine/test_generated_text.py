@@ -26,7 +26,7 @@ class Words:
 
     WORDS = ("▁a", "▁b", "c", "")
 
-    def decode(self, token_ids):
+    def decode(self, token_ids, **options):
         return "".join(self.WORDS[token] for token in token_ids).replace("▁", " ").removeprefix(" ")
 
 
@@ -125,7 +125,7 @@ def test_character_in_which_a_prompt_ends_is_no_part_of_the_text(prompt, text):
 
 def test_prompt_that_can_not_be_decoded_leaves_the_text_as_it_is():
     class Some(Words):
-        def decode(self, token_ids):
+        def decode(self, token_ids, **options):
             if 3 in token_ids:
                 raise LookupError("no such word")
             return super().decode(token_ids)
@@ -189,3 +189,15 @@ def test_stop_string_within_the_first_tokens_ends_nothing():
     assert text.read(encode("xxabx")).ended().text == "xxabx"
     # The first that is complete after them does, though it begins within them.
     assert text.read(encode("abxabx"))[3:5] == (6, "abx")
+
+
+@pytest.mark.parametrize("stop", [(), ("\0b",)])
+def test_special_tokens_have_a_text_if_they_are_not_skipped(stop):
+    """Byte 0 is the special token of the bundled tokenizer."""
+    tokens, prompt = [97, 0, *"é".encode(), 0, 98], (97, 0)
+    pieces, end = pieces_of(GeneratedText.after(prompt, BYTES, stop, skip_special_tokens=False), tokens)
+    assert end.text == ("a\0é" if stop else "a\0é\0b")
+    assert "".join(pieces) == end.text
+    assert end.fresh() == GeneratedText.after(prompt, BYTES, stop, skip_special_tokens=False)
+    _, end = pieces_of(GeneratedText.after(prompt, BYTES, stop), tokens)
+    assert end.text == "aéb"

@@ -254,7 +254,7 @@ def test_tokenizer_that_raises_while_the_engine_recovers_ends_its_request(rng, m
 class Unfinished(Letters):
     """Each letter is followed by the beginning of a character, so no text is settled before the end."""
 
-    def decode(self, token_ids):
+    def decode(self, token_ids, **options):
         return "".join(super(Unfinished, self).decode([token]) + "\ufffd" for token in token_ids)
 
 

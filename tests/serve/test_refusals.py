@@ -98,7 +98,7 @@ WRONG = [
     (COMPLETE, OK | {"priority": -1}, "priority", None),
     (COMPLETE, OK | {"priority": "first"}, "priority", None),
     (COMPLETE, OK | {"model": 5}, "model", None),
-    (COMPLETE, OK | {"skip_special_tokens": False}, "skip_special_tokens", "unsupported_field"),
+    (COMPLETE, OK | {"skip_special_tokens": 0}, "skip_special_tokens", None),
     (COMPLETE, OK | {"stream_options": {"no_stop_trim": False}}, "stream_options.no_stop_trim", "unknown_field"),
     (COMPLETE, OK | {"temprature": 0}, "temprature", "unknown_field"),
     (COMPLETE, OK | {"x" * 1000: 0}, "x" * 80, "unknown_field"),

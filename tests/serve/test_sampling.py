@@ -90,6 +90,14 @@ def test_an_echo_shows_special_tokens_and_counts_them(served, prompt):
     assert (choice["logprobs"]["tokens"][:3], choice["logprobs"]["text_offset"]) == (["a", "\0", "b"], [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize(("skips", "wanted"), [(True, ""), (False, "\0\0")])
+def test_an_answer_shows_special_tokens_if_they_are_not_skipped(served, skips, wanted):
+    fields = dict(max_tokens=2, logit_bias={"0": 100}, ignore_eos=True, logprobs=0, skip_special_tokens=skips)
+    choice = served.complete("a", **fields)["choices"][0]
+    assert (choice["token_ids"], choice["text"]) == ([0, 0], wanted)
+    assert choice["logprobs"]["text_offset"] == [0, len(wanted) // 2]
+
+
 def test_places_of_an_echo_are_those_of_its_text(served, monkeypatch):
     """The tokenizer adds a first token that the prompt did not have, and takes the space from the first word."""
     texts = {1: "", 2: " ab", 3: " c", 4: "\n"}

@@ -175,7 +175,7 @@ class EngineCore:
         self.waiting.check_room(params.tenant)
         if level_of(params) >= Level.FULL:
             self.runner.make_sampler()
-        text = GeneratedText.after(prompt, self.tokenizer, params.stop, params.min_tokens) if self.tokenizer else None
+        text = self._text_after(prompt, params)
         grammar = self._grammars.start(params.grammar) if params.grammar else None
         request = Request(next(self._ids), prompt, params, outbox, text=text, grammar=grammar)
         try:
@@ -189,6 +189,12 @@ class EngineCore:
             self.changing.is_torn = True
             self.requests.pop(request.id, None)
             raise
+
+    def _text_after(self, prompt: tuple[int, ...], params: SamplingParams) -> GeneratedText | None:
+        if self.tokenizer is None:
+            return None
+        skip = params.skip_special_tokens
+        return GeneratedText.after(prompt, self.tokenizer, params.stop, params.min_tokens, skip_special_tokens=skip)
 
     def abort(self, request_id: int, outbox: dict[int, RequestOutput]) -> None:
         """Ends a request at once, if it has not ended. The output goes to `outbox`, and to whoever else waits for it."""

@@ -32,6 +32,7 @@ class GeneratedText(NamedTuple):
         unsettled: The tokens after them. They end in the middle of a character, or have no text yet.
         found: The stop string that ends the request; None before it has come.
         before: The first `context`: the end of the prompt.
+        skip_special_tokens: Whether special tokens have no text.
     """
 
     tokenizer: Tokenizer
@@ -43,18 +44,25 @@ class GeneratedText(NamedTuple):
     unsettled: tuple[int, ...] = ()
     found: str | None = None
     before: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
 
     @classmethod
     def after(
-        cls, prompt: tuple[int, ...], tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0
+        cls,
+        prompt: tuple[int, ...],
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        *,
+        skip_special_tokens: bool = True,
     ) -> "GeneratedText":
         """Returns the text of no tokens after a prompt."""
-        return cls(tokenizer, stop, min_tokens, before=_end_of(prompt, tokenizer)).fresh()
+        text = cls(tokenizer, stop, min_tokens, skip_special_tokens=skip_special_tokens)
+        return text._replace(before=_end_of(prompt, text._text_of)).fresh()
 
     def fresh(self) -> "GeneratedText":
         """Returns the text of no tokens."""
-        start = self.before
-        return GeneratedText(self.tokenizer, self.stop, self.min_tokens, context=start, before=start)
+        return self._replace(num_tokens=0, text="", context=self.before, unsettled=(), found=None)
 
     def read(self, tokens: Iterable[int]) -> "GeneratedText":
         """Returns the text after further tokens."""
@@ -105,10 +113,13 @@ class GeneratedText(NamedTuple):
     def _decode(self, tokens: tuple[int, ...]) -> str:
         """Returns the text of tokens that follow the context."""
         if not self.context:
-            return self.tokenizer.decode(tokens)
-        before, both = self.tokenizer.decode(self.context), self.tokenizer.decode((*self.context, *tokens))
+            return self._text_of(tokens)
+        before, both = self._text_of(self.context), self._text_of((*self.context, *tokens))
         # With broken bytes after it, a tokenizer may write the context in another way.
-        return both[len(before) :] if both.startswith(before) else self.tokenizer.decode(tokens)
+        return both[len(before) :] if both.startswith(before) else self._text_of(tokens)
+
+    def _text_of(self, tokens: tuple[int, ...]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
 
     def _after(
         self, num_tokens: int, piece: str, context: tuple[int, ...], unsettled: tuple[int, ...]
@@ -136,12 +147,12 @@ def num_settled(decode: Callable[[tuple[int, ...]], str], tokens: tuple[int, ...
     return count
 
 
-def _end_of(prompt: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+def _end_of(prompt: tuple[int, ...], decode: Callable[[tuple[int, ...]], str]) -> tuple[int, ...]:
     """Returns the last few tokens of a prompt if their text has whole characters only, or else none."""
     try:
         for count in range(min(len(prompt), _SHORTEST_END), min(len(prompt), _LONGEST_END) + 1):
             end = prompt[len(prompt) - count :]
-            text = tokenizer.decode(end)
+            text = decode(end)
             if text and BROKEN not in text:
                 return end
     except BaseException as raised:

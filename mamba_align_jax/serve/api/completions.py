@@ -64,7 +64,9 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     asked = service.choices_of(tokens, make_params(found | {"max_tokens": max_tokens}), n, has_seed=has_seed)
     echoed = [text for one in prompts for text in n * [await _text(service, one)]] if echo else None
     shown = [("", 0)] * len(asked) if echoed is None else [*zip(echoed, (len(one) for one, _ in asked), strict=True)]
-    offsets = [TextOffsets(service, *one) for one in shown] if logprobs is not None else None
+    skips = found.get("skip_special_tokens", True)
+    starts = [TextOffsets(service, *one, skip_special_tokens=skips) for one in shown]
+    offsets = starts if logprobs is not None else None
     form = _CompletionForm(service=service, with_ids=with_ids, echoed=echoed, offsets=offsets)
     return await form.answer(request, asked, n, streaming)
 

@@ -13,9 +13,11 @@ class TextOffsets:
         end: The number of characters before the next token.
     """
 
-    def __init__(self, service: Service, echo: str = "", num_echoed: int = 0) -> None:
+    def __init__(
+        self, service: Service, echo: str = "", num_echoed: int = 0, *, skip_special_tokens: bool = True
+    ) -> None:
         """Begins at the first token. `echo` is the text of the prompt's `num_echoed` tokens if the choice begins with it."""
-        self.end = 0
+        self.end, self._skips_special = 0, skip_special_tokens
         self._service, self._echo, self._num_left = service, echo, num_echoed
         # The last tokens, which end within a character.
         self._open: tuple[int, ...] = ()
@@ -27,6 +29,8 @@ class TextOffsets:
             self._open, self.end, self._echo = (), len(self._echo), ""
         self._num_left -= 1
         text = self._service.token_text(token)
+        if not text and not self._skips_special:
+            text = self._service.special_text(token)
         if BROKEN in text:
             begin = self.end
             self._add_open(token)

@@ -15,7 +15,7 @@ from mamba_align_jax.serve.settings import Limits, Settings
 
 # Fields that mean the same in the API and in `SamplingParams`, which checks them.
 _SAME = (
-    *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "priority"),
+    *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "priority", "skip_special_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 
