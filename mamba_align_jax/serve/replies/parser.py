@@ -46,6 +46,9 @@ class ReplyParser:
             functions: JSON schemas of the functions' parameters, by the functions' names.
             begins_in_reasoning: The prompt ended within the reasoning.
         """
+        # The number of characters of the text before the answer; None while it is not known.
+        self.reasoning_end: int | None = None if reasoning else 0
+        self._num_characters = 0
         self._reasoning = reasoning
         self._tools = tools
         self._schemas = Schemas(functions)
@@ -59,6 +62,7 @@ class ReplyParser:
 
     def add(self, text: str) -> list[Part]:
         """Add text of the reply. Returns what it settles."""
+        self._num_characters += len(text)
         self._unread.add(text)
         next(self._steps, None)
         return self._settled()
@@ -79,6 +83,8 @@ class ReplyParser:
         tag = ""
         if self._reasoning:
             tag = yield from self._read_reasoning(self._reasoning)
+            if self.reasoning_end is None:
+                self.reasoning_end = self._num_characters - len(self._unread.text) + self._unread.at
         while True:
             if not tag:
                 tag = yield from self._read_text(Content, self._openings, holds_spaces=True)
@@ -92,6 +98,7 @@ class ReplyParser:
         if not self._begun:
             spaces, tag = yield from following(self._unread, Tags(form.opening))
             if tag is None:
+                self.reasoning_end = 0
                 self._say(Content, spaces, holds_spaces=True)
                 return ""
         openings = self._tools.openings if self._tools and form.ends_at_calls else ()
