@@ -181,16 +181,16 @@ ENGINE_ROOMS = {
 }
 # The rooms of the server, in the same way.
 SERVER_ROOMS = {
-    "settings": (),
+    "replies": (),
+    "settings": ("replies",),
     "refusals": (),
     "metrics": (),
     "keys": ("refusals",),
     "limits": ("settings", "refusals"),
-    "replies": (),
-    "api": ("settings", "refusals", "metrics", "keys", "limits"),
+    "api": ("replies", "settings", "refusals", "metrics", "keys", "limits"),
     "page": ("api",),
     "events": (),
-    "vllm_flags": (),
+    "vllm_flags": ("settings",),
     "app": ("settings", "refusals", "limits", "api", "page"),
     "server": ("settings", "limits"),
     "command": ("settings", "events", "vllm_flags", "app", "server"),

@@ -16,7 +16,7 @@ from mamba_align_jax.engine.text.chat_template import ChatTemplate, load_chat_te
 from mamba_align_jax.errors import FieldError
 from mamba_align_jax.serve.events.options import add_event_options, event_listener
 from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
-from mamba_align_jax.serve.vllm_flags import NAMES, add_vllm_options, fields_of
+from mamba_align_jax.serve.vllm_flags import NAMES, add_parser_options, add_vllm_options, fields_of
 
 # What serves many clients best where it is not the engine's own default.
 _DEFAULTS = {"max_waiting": 1024}
@@ -34,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser)
     text = "a file with a chat template, or the template itself; default: the model's own"
     add("--chat-template", metavar="FILE", help=text)
+    add_parser_options(add)
     text = "draws the seeds of calls that have none; default: numbers that nobody can guess"
     add("--seed", type=int, metavar="N", help=text)
     text = (
@@ -225,5 +226,7 @@ def make_settings(options: argparse.Namespace) -> Settings:
         sampling_defaults=defaults,
         min_priority=options.min_priority,
         warmup=options.warmup,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         limits=limits,
     )

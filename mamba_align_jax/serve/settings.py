@@ -7,8 +7,10 @@ from typing import Any
 from mamba_align_jax import _values as values
 from mamba_align_jax._options import option
 from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.serve.replies.forms import REASONING_FORMS, TOOL_FORMS
 
 WARMUPS = ("none", "usual", "full")
+TOOL_CALL_PARSERS, REASONING_PARSERS = ("auto", "none", *TOOL_FORMS), ("auto", "none", *REASONING_FORMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class Limits:
     logit_bias: int = option(300, "Number of entries of `logit_bias`")
     logprobs: int = option(20, "Number of the most likely tokens that are reported for each token")
     messages: int = option(1024, "Number of messages of a chat")
+    tools: int = option(128, "Number of tools of a call, and of tool calls in a message")
+    tool_bytes: int = option(256 * 2**10, "Size of all tools of a call")
+    json_depth: int = option(64, "Objects and lists within each other in tools, arguments and `chat_template_kwargs`")
     grammar_bytes: int = option(64 * 2**10, "Size of a JSON schema")
     grammar_s: float = option(
         2.0, "Seconds of CPU time that a JSON schema may take to compile, more than 0 and at most a day"
@@ -63,6 +68,9 @@ class Settings:
         warmup: What is compiled before the server is ready: "usual" programs, "full" for those too that change logits or
             report their probabilities, or "none". If `sampling_defaults` change logits, "usual" is "full". What is left
             out is compiled by the first call that needs it, and all others wait meanwhile.
+        tool_call_parser: The form in which the model writes tool calls, one of `TOOL_FORMS`; "auto" takes that of the chat
+            template, and "none" is none.
+        reasoning_parser: The form of its reasoning, one of `REASONING_FORMS`, "auto" or "none".
         limits: What one client may ask for.
     """
 
@@ -73,6 +81,8 @@ class Settings:
     seed: int | None = None
     min_priority: int = 0
     warmup: str = "usual"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
@@ -89,4 +99,6 @@ class Settings:
         SamplingParams(**self.sampling_defaults)
         object.__setattr__(self, "min_priority", values.integer("min_priority", self.min_priority))
         values.choice("warmup", self.warmup, WARMUPS)
+        values.choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        values.choice("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         values.require(isinstance(self.limits, Limits), "limits", "Limits", self.limits)

@@ -10,10 +10,18 @@ from types import MappingProxyType
 from typing import Any
 
 from mamba_align_jax.errors import FieldError
+from mamba_align_jax.serve.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 # Names of fields of EngineConfig for which vLLM has another one.
 NAMES: Mapping[str, str] = MappingProxyType(
     {"prefix_cache": "mamba_cache_mode", "block_size": "mamba_block_size", "async_stepping": "async_scheduling"}
+)
+# Forms of tool calls and of reasoning for which vLLM has other names.
+VLLM_TOOL_FORMS: Mapping[str, str] = MappingProxyType(
+    {"qwen3": "qwen3_xml", "qwen3_coder": "qwen3_xml", "kimi_k2": "kimi", "ling3": "ling"}
+)
+VLLM_REASONING_FORMS: Mapping[str, str] = MappingProxyType(
+    {**dict.fromkeys(("qwen3", "deepseek_r1", "nemotron_v3", "ling3"), "think"), "kimi_k2": "kimi"}
 )
 _LEAVE_OUT = "leave it out"
 REFUSED = {
@@ -67,6 +75,21 @@ def add_vllm_options(add: Callable[..., Any]) -> None:
     add("--speculative-config", "-sc", metavar="JSON", help=text)
     for name, instead in REFUSED.items():
         add(name, nargs="?", action=_Refuse, const=instead, help=argparse.SUPPRESS)
+
+
+def add_parser_options(add: Callable[..., Any]) -> None:
+    """Adds the options of the forms in which the model writes tool calls and reasoning. vLLM's names are taken too."""
+    for option, what, names, others in (
+        ("--tool-call-parser", "tool calls", TOOL_CALL_PARSERS, VLLM_TOOL_FORMS),
+        ("--reasoning-parser", "its reasoning", REASONING_PARSERS, VLLM_REASONING_FORMS),
+    ):
+        text = (
+            f"the form in which the model writes {what}: {', '.join(names)}; auto, the default, is the chat template's"
+        )
+        own_name = lambda name, others=others: others.get(name, name)
+        add(option, type=own_name, choices=names, default="auto", metavar="NAME", help=text)
+    # Tools are taken wherever the chat template uses them.
+    add("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)
 
 
 def fields_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from mamba_align_jax.serve.settings import Limits, Settings
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=128, max_prefill_rows=2, max_model_len=512, max_waiting=128)
 # Short, so that the tests of clients that are late are.
-LIMITS = Limits(body_bytes=2**16, head_bytes=2**13, connections=128, receive_s=4, send_s=4, call_s=600, drain_s=20)
+LIMITS = Limits(
+    body_bytes=2**16, tool_bytes=2**14, head_bytes=2**13, connections=128, receive_s=4, send_s=4, call_s=600, drain_s=20
+)
 KEYS = ("sk-first", "sk-second")
 
 

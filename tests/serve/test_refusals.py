@@ -32,6 +32,23 @@ def message(**fields):
     return {"messages": [fields], "max_tokens": 1}
 
 
+def said(**fields):
+    return message(role="assistant", **fields)
+
+
+def tool(**fields):
+    return {"type": "function", "function": {"name": "f"} | fields}
+
+
+def called(**fields):
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"} | fields}
+
+
+def nested(depth):
+    return {"a": nested(depth - 1)} if depth > 1 else {}
+
+
+TOOL = tool()
 WRONG = [
     # address, fields, the field that is named, the code
     (COMPLETE, {"max_tokens": 1}, "prompt", None),
@@ -104,12 +121,58 @@ WRONG = [
     (COMPLETE, OK | {"x" * 1000: 0}, "x" * 80, "unknown_field"),
     (CHAT, {"max_tokens": 1}, "messages", None),
     (CHAT, SAY | {"messages": []}, "messages", None),
+    (CHAT, SAY | {"tools": [TOOL]}, "tools", "unsupported_field"),
+    (CHAT, SAY | {"tools": "all"}, "tools", None),
+    (CHAT, SAY | {"tools": [5]}, "tools[0]", None),
+    (CHAT, SAY | {"tools": [{"type": "function"}]}, "tools[0].function", None),
+    (CHAT, SAY | {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", None),
+    (CHAT, SAY | {"tools": [TOOL, tool(name="")]}, "tools[1].function.name", None),
+    (CHAT, SAY | {"tools": [tool(name="a b")]}, "tools[0].function.name", None),
+    (CHAT, SAY | {"tools": [tool(name="</tool_call>")]}, "tools[0].function.name", None),
+    (CHAT, SAY | {"tools": [tool(name="a" * 129)]}, "tools[0].function.name", None),
+    (CHAT, SAY | {"tools": [tool(description=1)]}, "tools[0].function.description", None),
+    (CHAT, SAY | {"tools": [tool(parameters=[])]}, "tools[0].function.parameters", None),
+    (CHAT, SAY | {"tools": [tool(parameters={"type": "string"})]}, "tools[0].function.parameters", None),
+    (CHAT, SAY | {"tools": [tool(strict="yes")]}, "tools[0].function.strict", None),
+    (CHAT, SAY | {"tools": [tool(color="red")]}, "tools[0].function.color", "unknown_field"),
+    (CHAT, SAY | {"tools": [TOOL, TOOL]}, "tools", None),
+    (CHAT, SAY | {"tools": [TOOL] * 129}, "tools", None),
+    (CHAT, SAY | {"tools": [tool(description="x" * 2**13)] * 2}, "tools", None),
+    (CHAT, SAY | {"tools": [tool(parameters=nested(65))]}, "tools", None),
+    (CHAT, SAY | {"tool_choice": "required"}, "tool_choice", None),
+    (CHAT, SAY | {"tool_choice": "any"}, "tool_choice", None),
+    (CHAT, SAY | {"tool_choice": 5}, "tool_choice", None),
+    (CHAT, SAY | {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", None),
+    (CHAT, SAY | {"tool_choice": {"type": "function"}}, "tool_choice.function", None),
+    (CHAT, SAY | {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", None),
+    (CHAT, SAY | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", None),
+    (CHAT, SAY | {"parallel_tool_calls": "no"}, "parallel_tool_calls", None),
+    (CHAT, SAY | {"include_reasoning": 0}, "include_reasoning", None),
+    (CHAT, SAY | {"reasoning_effort": "high"}, "reasoning_effort", "unsupported_field"),
+    (CHAT, SAY | {"reasoning_effort": "some"}, "reasoning_effort", None),
+    (CHAT, SAY | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", None),
+    (CHAT, SAY | {"chat_template_kwargs": nested(65)}, "chat_template_kwargs", None),
+    (CHAT, said(tool_calls=[called()]), "messages[0].tool_calls", "unsupported_field"),
+    (CHAT, said(tool_calls="f"), "messages[0].tool_calls", None),
+    (CHAT, said(tool_calls=[called()] * 129), "messages[0].tool_calls", None),
+    (CHAT, said(tool_calls=[5]), "messages[0].tool_calls[0]", None),
+    (CHAT, said(tool_calls=[called(name="a b")]), "messages[0].tool_calls[0].function.name", None),
+    *(
+        (CHAT, said(tool_calls=[called(arguments=wrong)]), "messages[0].tool_calls[0].function.arguments", None)
+        for wrong in ("{", "[]", "5", 5, [], '{"a": NaN}', "\ud800", "[" * 9999, json.dumps(nested(65)))
+    ),
+    (CHAT, said(tool_calls=[]), "messages[0].content", None),
+    (CHAT, said(reasoning=5, content="x"), "messages[0].reasoning", None),
+    (CHAT, message(role="user", content="x", reasoning="y"), "messages[0].reasoning", "unknown_field"),
+    (CHAT, message(role="user", content="x", tool_calls=[called()]), "messages[0].tool_calls", "unknown_field"),
+    (CHAT, message(role="user", content="x", tool_call_id="1"), "messages[0].tool_call_id", "unknown_field"),
+    (CHAT, message(role="tool", content="x", tool_call_id=1), "messages[0].tool_call_id", None),
+    (CHAT, message(role="tool", tool_call_id="1"), "messages[0].content", None),
     (CHAT, SAY | {"messages": "x"}, "messages", None),
     (CHAT, SAY | {"messages": SAY["messages"] * 1025}, "messages", None),
     (CHAT, SAY | {"messages": ["x"]}, "messages[0]", None),
     (CHAT, message(content="x"), "messages[0].role", None),
     (CHAT, message(role="king", content="x"), "messages[0].role", None),
-    (CHAT, message(role="tool", content="x", tool_call_id="1"), "messages[0].role", None),
     (CHAT, message(role="user"), "messages[0].content", None),
     (CHAT, message(role="user", content=5), "messages[0].content", None),
     (CHAT, message(role="user", content="\ud800"), "messages[0].content", None),
@@ -120,7 +183,6 @@ WRONG = [
     (CHAT, message(role="user", content="x" * 600), "messages", "context_length_exceeded"),
     (CHAT, SAY | {"max_completion_tokens": 0}, "max_completion_tokens", None),
     (CHAT, SAY | {"stream_options": {"include_usage": True}}, "stream_options", None),
-    (CHAT, SAY | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
     (CHAT, SAY | {"functions": [{}]}, "functions", "unsupported_field"),
     (CHAT, SAY | {"modalities": ["audio"]}, "modalities", "unsupported_field"),
     (CHAT, SAY | {"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_field"),

@@ -19,6 +19,8 @@ BAD_SETTINGS = {
     "sampling_defaults": ({"top_p": 2}, {"top_p": None}),
     "min_priority": (0.5, None, "0", True),
     "warmup": ("all", None, 5, ["none"]),
+    "tool_call_parser": ("some", None, 5, ["hermes"]),
+    "reasoning_parser": ("some", None, 5, ["think"]),
     "limits": (None, {}, Limits),
 }
 

@@ -8,9 +8,11 @@ import pytest
 
 from mamba_align_jax._options import whole_number
 from mamba_align_jax.cli.commands import main
+from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.serve import command
-from mamba_align_jax.serve.vllm_flags import REFUSED
+from mamba_align_jax.serve.replies.forms import REASONING_FORMS, TOOL_FORMS
+from mamba_align_jax.serve.vllm_flags import REFUSED, VLLM_REASONING_FORMS, VLLM_TOOL_FORMS
 
 
 def config(*arguments):
@@ -80,6 +82,26 @@ def test_another_speculation_is_refused_by_name(fields, said):
 def test_speculation_is_a_json_object(text):
     with pytest.raises(ValueError, match="speculative_config must be a JSON object"):
         config("--speculative-config", text)
+
+
+def test_parsers_have_vllms_names_too():
+    """As in the commands that vLLM's documentation has for Qwen3.5 and Kimi."""
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(model=BYTE_MODEL, model_name="bytes")
+    command.add_options(parser)
+    for names, found in (
+        ([], ("auto", "auto")),
+        (["qwen3_coder", "qwen3"], ("qwen3_xml", "think")),
+        (["kimi_k2", "kimi_k2"], ("kimi", "kimi")),
+        (["hermes", "none"], ("hermes", "none")),
+    ):
+        options = zip(("--tool-call-parser", "--reasoning-parser"), names, strict=False)
+        given = ["--enable-auto-tool-choice", *(text for option in options for text in option)]
+        settings = command.make_settings(parser.parse_args(given))
+        assert (settings.tool_call_parser, settings.reasoning_parser) == found
+    for names, forms in ((VLLM_TOOL_FORMS, TOOL_FORMS), (VLLM_REASONING_FORMS, REASONING_FORMS)):
+        assert {*names.values()} <= forms.keys()
+        assert not names.keys() & forms.keys()
 
 
 def test_what_means_something_else_is_refused_with_what_to_use_instead(capsys):

@@ -26,7 +26,7 @@ async def view_cache(service: Service, request: Request) -> Response:
     param = "messages" if text is None else "prompt"
     salt = cache_salt(key, fields.take("cache_salt", values.text) or "")
     if text is None:
-        tokens = await take_prompt(service, fields)
+        tokens = (await take_prompt(service, fields)).tokens
     else:
         tokens = await service.encode(text, "prompt") if isinstance(text, str) else text
     fields.end(fields_at(CHAT))

@@ -51,6 +51,7 @@ _NO_BEAMS = "beams are not searched: use n"
 _GRAMMAR = "use structured_outputs"
 _STOPS = "stop strings are left out: add stop_reason to the text"
 _WHOLE_PROMPT = "a prompt is never cut: send a shorter one"
+_REASONING = "reasoning is always apart from the answer: use include_reasoning"
 _ROUTER = "a router in front of the server chooses where a call runs"
 
 FIELDS: tuple[ApiField, ...] = (
@@ -58,12 +59,13 @@ FIELDS: tuple[ApiField, ...] = (
     *_rows("used", _ALL, _BOTH, "stream_options", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"),
     *_rows("used", _ALL, _BOTH, "response_format"),
     *_rows("used", _ALL, (CHAT,), "messages", "max_completion_tokens", "top_logprobs"),
+    *_rows("used", _ALL, (CHAT,), "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"),
     *_rows("used", _ALL, (COMPLETIONS,), "prompt", "echo", "best_of"),
     *_rows("used", _PEERS, _BOTH, "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"),
     *_rows("used", _PEERS, _BOTH, "priority", "cache_salt", "return_token_ids"),
     *_rows("used", _PEERS, _BOTH, "skip_special_tokens"),
     *_rows("used", (_VLLM,), _BOTH, "structured_outputs"),
-    *_rows("used", _PEERS, (CHAT,), "chat_template_kwargs"),
+    *_rows("used", _PEERS, (CHAT,), "chat_template_kwargs", "include_reasoning"),
     *_rows("used", (_VLLM,), (CHAT,), "add_generation_prompt"),
     *_rows("used", (_VLLM,), (COMPLETIONS,), "add_special_tokens"),
     *_rows("ignored", (_OPENAI,), _BOTH, "metadata", "safety_identifier", "service_tier", "store", "prompt_cache_key"),
@@ -123,11 +125,7 @@ FIELDS: tuple[ApiField, ...] = (
     *_refused((_SGLANG,), _BOTH, _TEXT_ONLY, images_config=({},), max_dynamic_patch=(), min_dynamic_patch=()),
     *_refused((_SGLANG,), _BOTH, _ROUTER, bootstrap_host=(), bootstrap_port=(), bootstrap_room=()),
     *_refused((_SGLANG,), _BOTH, _ROUTER, routed_dp_rank=(), disagg_prefill_dp_rank=(), data_parallel_rank=()),
-    *_refused((_OPENAI,), (CHAT,), "tools are not supported", tools=([],), tool_choice=("none", "auto")),
-    *_refused((_OPENAI,), (CHAT,), "tools are not supported", parallel_tool_calls=(True, False)),
-    *_refused((_OPENAI,), (CHAT,), "it is not supported", reasoning_effort=()),
-    *_refused(_PEERS, (CHAT,), "it is not supported", include_reasoning=(True,)),
-    *_refused((_SGLANG,), (CHAT,), "it is not supported", separate_reasoning=(True,), stream_reasoning=(True,)),
+    *_refused((_SGLANG,), (CHAT,), _REASONING, separate_reasoning=(True,), stream_reasoning=(True,)),
 )
 
 

@@ -61,6 +61,13 @@ class Form:
         """Returns the event for an update of a choice."""
         raise NotImplementedError
 
+    def read(self, place: int, update: RequestUpdate) -> None:
+        """Takes note of an update of a choice that is answered in one piece."""
+
+    def usage(self, choices: Sequence[Choice], num_tokens: int, n: int) -> dict[str, Any]:
+        """Returns what the call has used so far, of which `num_tokens` were generated."""
+        return usage(choices, num_tokens, n)
+
     def choice(
         self, place: int, content: Mapping[str, Any], output: RequestOutput | None, tokens: Sequence[int]
     ) -> dict[str, Any]:
@@ -90,12 +97,13 @@ class Form:
                 async with asyncio.timeout(limit):
                     async for place, update in run_requests(service.serving, service.metrics, asked):
                         choices[place].add(update)
+                        self.read(place, update)
             except TimeoutError:
                 raise too_long(limit) from None
 
         def write() -> Response:
             written = self._object(self.whole_kind, [self.whole(*numbered) for numbered in enumerate(choices)])
-            return json_response(written | {"usage": usage(choices, num_tokens, n)})
+            return json_response(written | {"usage": self.usage(choices, num_tokens, n)})
 
         await while_connected(request.receive, gather())
         num_tokens = sum(len(choice.token_ids) for choice in choices)
@@ -111,7 +119,7 @@ class Form:
 
         def event(*parts: dict[str, Any], with_usage: bool) -> dict[str, Any]:
             written = self._object(self.event_kind, parts)
-            return written | {"usage": usage(choices, num_tokens, n)} if with_usage else written
+            return written | {"usage": self.usage(choices, num_tokens, n)} if with_usage else written
 
         updates = run_requests(self.service.serving, self.service.metrics, asked)
         try:

@@ -28,6 +28,7 @@ from mamba_align_jax.serve.limits.grammars import GrammarCheck, special_tokens_o
 from mamba_align_jax.serve.limits.one_at_a_time import OneAtATime
 from mamba_align_jax.serve.metrics import Metrics
 from mamba_align_jax.serve.refusals import Refusal, overloaded
+from mamba_align_jax.serve.replies.forms import REASONING_FORMS, TOOL_FORMS, reasoning_form_of, tool_form_of
 from mamba_align_jax.serve.settings import Settings
 
 # Chats that may wait to be rendered, long texts to be read, and grammars to be checked.
@@ -50,13 +51,19 @@ class Service:
     def __init__(self, serving: AsyncEngine, settings: Settings, template: ChatTemplate | None) -> None:
         """Makes the service of an engine. `template` writes chats as text; None refuses them."""
         self.serving, self.settings, self.template = serving, settings, template
+        source = template.source if template is not None else ""
+        tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
+        self.tool_form = TOOL_FORMS.get((tool_form_of(source) or "none") if tools == "auto" else tools)
+        found = reasoning_form_of(source) or "none"
+        self.reasoning_form = REASONING_FORMS.get(found if reasoning == "auto" else reasoning)
         self.max_model_len = serving.engine.longest_sequence
         self.names = (settings.model_name, *settings.model_aliases)
         self._new_seed = secrets.randbelow if settings.seed is None else random.Random(settings.seed).randrange
         self.keys = Keys(settings.api_keys)
         self.metrics = Metrics(serving.engine, settings.model_name)
         self._rendering, self._reading, self._compiling = (OneAtATime(_MAX_WAITING) for _ in range(3))
-        self._grammars = GrammarCheck(settings.limits.grammar_s, lambda: special_tokens_of(serving.engine.tokenizer))
+        self._special_tokens = functools.cache(lambda: special_tokens_of(serving.engine.tokenizer))
+        self._grammars = GrammarCheck(settings.limits.grammar_s, self._special_tokens)
         self.is_ready, self.is_stopping, self.started = False, False, int(time.time())
         self.has_failed_to_compile = False
         # A token's text never changes.
@@ -147,6 +154,10 @@ class Service:
             raise overloaded(str(error)) from error
         except ValueError as error:
             raise Refusal(400, str(error), param="messages", code="chat_template") from error
+
+    async def special_tokens(self) -> Sequence[str]:
+        """Returns the names of the tokenizer's special tokens. Other calls go on meanwhile."""
+        return await asyncio.to_thread(self._special_tokens)
 
     async def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Refuses a call whose grammar, which the field `param` asks for, doesn't compile quickly."""

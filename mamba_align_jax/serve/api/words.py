@@ -18,7 +18,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     _, fields = await service.read(request)
     text = fields.take("prompt", values.text)
     if text is None:
-        tokens = await take_prompt(service, fields)
+        tokens = (await take_prompt(service, fields)).tokens
     else:
         special = fields.take("add_special_tokens", values.flag)
         tokens = await service.encode(text, "prompt", add_special_tokens=special is not False)
