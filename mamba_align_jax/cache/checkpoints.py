@@ -14,34 +14,27 @@ from mamba_align_jax.align.columns import last_boundary
 class Checkpoints:
     """The boundaries at which one request keeps its state.
 
-    Boundaries in `offsets` and multiples of `interval` stay cached. A boundary at `prompt` or later, which decoding
-    passes, stays cached until the request passes the next one. The states of all other boundaries are released with
-    their columns, because they lie where a token budget happened to end a chunk. In mode "all" they stay cached instead, but
-    are expendable.
+    Boundaries in `offsets` and multiples of `interval` stay cached. Any other boundary, where decoding or the end of a chunk
+    has left a state, stays cached until the request passes the next one. So a request that ends or is preempted anywhere
+    leaves the state of the last boundary that it has computed. In mode "all" a boundary that was passed stays cached, too,
+    but is expendable.
 
     Attributes:
-        prompt: The number of tokens in the prompt.
         offsets: The boundaries that stay cached, in tokens, in rising order.
         interval: Tokens between further boundaries that stay cached, or None.
     """
 
-    prompt: int
     offsets: tuple[int, ...] = ()
     interval: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields. A ValueError names the field."""
-        object.__setattr__(self, "prompt", values.integer("Checkpoints: prompt", self.prompt, 0))
         object.__setattr__(self, "offsets", values.integers("Checkpoints: offsets", self.offsets))
         object.__setattr__(self, "interval", values.optional_integer("Checkpoints: interval", self.interval, 1))
 
     def stays(self, boundary: int) -> bool:
         """True if the state at `boundary` stays cached whatever the request does later."""
         return boundary in self.offsets or (self.interval is not None and boundary % self.interval == 0)
-
-    def rolls(self, boundary: int) -> bool:
-        """True if the state at `boundary` stays cached only until the request passes the next boundary."""
-        return boundary >= self.prompt and not self.stays(boundary)
 
     def stops(self, start: int) -> list[int]:
         """Returns the positions after `start` at which a chunk must end. It includes only one multiple of `interval`."""
@@ -70,4 +63,4 @@ def request_checkpoints(
     junction = values.integer("request_checkpoints: junction", junction, 0)
     requested = values.integers("request_checkpoints: requested", requested)
     last = last_boundary(prompt - 1, block_size)
-    return Checkpoints(prompt, tuple(sorted({last, junction, *requested} - {0})), interval)
+    return Checkpoints(tuple(sorted({last, junction, *requested} - {0})), interval)

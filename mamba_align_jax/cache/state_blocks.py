@@ -277,7 +277,7 @@ class StateBlockManager:
         record.in_flight.popleft()
         record.committed = computed
         if passed and self._rules.leaves_to_next_step(step):
-            record.unfolded = passed[-1] if self._keeps(record, passed[-1]) else 0
+            record.unfolded = passed[-1] if record.shares else 0
             # The next step starts where this one has ended, at the boundary or after it.
             return self.folded(request) if record.in_flight and record.in_flight[0].dispatched else 0
         return max([at for at in passed if self._offer(request, record, tokens, at)[0]], default=0)
@@ -386,18 +386,14 @@ class StateBlockManager:
             if key is not None:
                 self.pool.set_expendable(key, False)
 
-    def _keeps(self, record: Holder, boundary: int) -> bool:
-        has_reason = record.keep is None or record.keep.stays(boundary) or record.keep.rolls(boundary)
-        return (has_reason or self.mode == "all") and record.shares and self.mode != "none"
-
     def _offer(self, request: Hashable, record: Holder, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
         """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""
-        if not self._keeps(record, boundary):
+        if not record.shares:
             return False, False
         # Where the result of a step is read after the next step was published, the request has passed the boundary.
         is_passed = boundary < record.newest
         stays = record.keep is None or record.keep.stays(boundary)
-        rolls = record.keep is not None and record.keep.rolls(boundary) and not is_passed
+        rolls = not stays and not is_passed
         if not (stays or rolls or self.mode == "all"):
             return False, False
         key, block = record.chain.at(tokens, boundary), record.columns[column_of(boundary, self.block_size)]

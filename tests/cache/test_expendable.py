@@ -129,7 +129,7 @@ def test_requested_boundaries_inside_a_hit_outlive_the_allocation_for_their_requ
 def test_offsets_that_are_no_boundaries_are_ignored():
     cache, tokens = make(), list(range(31))
     serve(cache, "a", tokens)
-    prefill(cache, "b", tokens, keep=Checkpoints(31, offsets=(0, 3, 8, 30, 400)))
+    prefill(cache, "b", tokens, keep=Checkpoints(offsets=(0, 3, 8, 30, 400)))
     assert ends(cache, tokens) == ([8, 28], [4, 12, 16, 20, 24])
 
 
@@ -157,7 +157,7 @@ def test_preempted_request_still_rolls_its_boundary():
     prefill(cache, "a", tokens[:6])
     decode(cache, "a", tokens[:10], 6)
     cache.free("a")
-    assert prefill(cache, "a", tokens[:11], keep=Checkpoints(6, offsets=(4,))) == 8
+    assert prefill(cache, "a", tokens[:11], keep=Checkpoints(offsets=(4,))) == 8
     assert ends(cache, tokens) == ([4, 8], [])
     decode(cache, "a", tokens[:13], 11)
     assert ends(cache, tokens) == ([4, 12], [8])
@@ -166,7 +166,7 @@ def test_preempted_request_still_rolls_its_boundary():
 def test_resumed_request_keeps_the_last_boundary_that_it_computes_again():
     """The tokens that it had generated run as a chunk."""
     cache, tokens = make(), list(range(40))
-    prefill(cache, "a", tokens[:23], keep=Checkpoints(6, offsets=(4,)))
+    prefill(cache, "a", tokens[:23], keep=Checkpoints(offsets=(4,)))
     assert ends(cache, tokens) == ([4, 20], [8, 12, 16])
     decode(cache, "a", tokens[:25], 23)
     assert ends(cache, tokens) == ([4, 24], [8, 12, 16, 20])
@@ -176,7 +176,7 @@ def test_resumed_request_keeps_the_last_boundary_that_it_computes_again():
 def test_boundary_that_is_published_after_a_newer_one_is_expendable(options):
     """A decode row passes 8. The chunk from 8 to 16 is published before the row's boundary is."""
     tokens, manager = list(range(40)), StateBlockManager(12, 8, mode="all", **options)
-    manager.allocate("a", 0, 0, 7, keep=Checkpoints(4))
+    manager.allocate("a", 0, 0, 7, keep=Checkpoints())
     manager.publish("a", tokens[:7])
     manager.release("a")
     manager.commit("a", tokens[:7])

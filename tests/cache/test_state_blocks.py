@@ -533,7 +533,7 @@ def test_a_passed_boundary_does_not_take_the_place_of_a_newer_one():
 
 
 def test_a_boundary_that_stays_leaves_a_newer_one_cached():
-    tokens, keep = list(range(40)), Checkpoints(4, offsets=(8,))
+    tokens, keep = list(range(40)), Checkpoints(offsets=(8,))
     manager = StateBlockManager(12, 8, steps_in_flight=1)
     manager.allocate("a", 0, 0, 7, keep=keep)
     manager.release("a")

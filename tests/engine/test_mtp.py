@@ -159,6 +159,18 @@ def test_shared_prefix_with_another_continuation_is_right(rng, make, reference):
     assert output.num_cached_tokens == 40
 
 
+def test_an_aborted_prompt_is_resumed_from_its_last_boundary(rng, make, reference):
+    engine, prompt, few = make(), rng.integers(1, 256, 80).tolist(), dataclasses.replace(GREEDY, max_tokens=9)
+    number = engine.add_request(prompt, few)
+    engine.step()
+    engine.abort(number)
+    while engine.has_unfinished:
+        engine.step()
+    (output,) = engine.generate([prompt], few)
+    assert output.num_cached_tokens == 48
+    assert_right(reference, [output])
+
+
 @pytest.mark.gpu
 def test_drafts_of_the_head_are_right_with_compiled_kernels(rng, make, fresh, reference):
     with jax.default_matmul_precision("highest"):

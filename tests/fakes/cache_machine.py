@@ -65,14 +65,9 @@ class Machine(RuleBasedStateMachine):
     def keep_state(self, name, r, boundary):
         """Returns whether the boundary is kept, and whether its prefix is new."""
         prefix = tuple(r.tokens[:boundary])
-        has_reason = self.wanted(r, boundary) or boundary >= r.prompt
-        if boundary == 0 or not r.shares or not (has_reason or self.mode == "all"):
+        if boundary == 0 or not r.shares:
             return False, False
         is_new = prefix not in self.states and prefix not in self.expendable
-        if not has_reason:
-            if is_new:
-                self.expendable.add(prefix)
-            return True, is_new
         self.expendable.discard(prefix)
         before, r.rolling = r.rolling, None
         if self.wanted(r, boundary):
@@ -253,12 +248,20 @@ class Machine(RuleBasedStateMachine):
         r = self.running.pop(name)
         self.in_flight = [other for other in self.in_flight if other != name]
         self.cache.free(name)
+        self.assert_last_boundary_is_left(r)
         if preempted:
             tokens = r.tokens[: max(r.computed + 1, r.prefill_end)]
             self.preempted[name] = Request(tokens, r.prompt, r.at, keep=r.keep, junction=r.junction, left=r.rolling)
         else:
             self.cache.forget(name)
             self.keep_for_good(name, r.rolling)
+
+    def assert_last_boundary_is_left(self, r):
+        """A request that leaves anywhere leaves the state of the last boundary that it has computed, also in a prompt."""
+        in_chunk = r.dispatched and r.computed < r.prefill_end
+        computed = r.computed + (r.pending[0] if in_chunk else 0)
+        if r.shares and not self.evicts:
+            assert self.cache.lookup([*r.tokens[:computed], 9]).length == computed // BLOCK * BLOCK
 
     def keep_for_good(self, name, prefix):
         """The request `name` will not pass `prefix` again, so it will not release that state."""
