@@ -77,6 +77,20 @@ def test_the_next_turn_starts_from_the_last_one(served):
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
 
 
+def test_a_second_chat_with_the_same_instructions_hits_their_end(served):
+    instructions = {"role": "system", "content": "Be brief. " * 20}
+
+    def cached(text):
+        messages = [instructions, {"role": "user", "content": text}]
+        answer = ask(served, messages=messages, max_tokens=2, ignore_eos=True, cache_salt="beginnings")
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    beginning = len(encode(f"system: {instructions['content']}\nuser: "))
+    assert beginning % 64 > 1
+    assert cached("a" * 200) == 0
+    assert cached("b" * 50) == beginning // 64 * 64
+
+
 def test_a_chat_has_the_tokens_that_tokenize_says(served):
     found = served.post("/tokenize", {"messages": MESSAGES}).json()
     assert found["tokens"] == encode(served.service.template.render(MESSAGES))

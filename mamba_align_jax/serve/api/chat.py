@@ -54,6 +54,7 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
     if with_logprobs:
         found["logprobs"] = top_logprobs or 0
     service.check_length(len(tokens), 1, "messages")
+    found["checkpoint_at"] = await service.checkpoint_offsets(prompt)
     # Without a limit an answer may be as long as the model and its authors' defaults allow.
     limit, left = old_max_tokens if max_tokens is None else max_tokens, service.max_model_len - len(tokens)
     params = make_params(found | {"max_tokens": limit or min(left, found.get("max_tokens", left))})

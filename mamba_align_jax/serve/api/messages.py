@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.serve.api.checkpoints import ChatPrompt
 from mamba_align_jax.serve.api.fields import Fields
 from mamba_align_jax.serve.api.service import Service
-from mamba_align_jax.serve.api.tools import Function, check_depth, function_name, take_tools
+from mamba_align_jax.serve.api.tools import check_depth, function_name, take_tools
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Limits
 
@@ -16,20 +17,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # What calls give as fields of their own.
 _FIXED = ("messages", "add_generation_prompt", "tools")
-
-
-class ChatPrompt(NamedTuple):
-    """The prompt of a chat.
-
-    Attributes:
-        text: What the chat template has written.
-        tokens: Its tokens.
-        tools: The functions that it offers to the model.
-    """
-
-    text: str
-    tokens: Sequence[int]
-    tools: tuple[Function, ...]
 
 
 async def take_prompt(service: Service, fields: Fields) -> ChatPrompt:
@@ -54,7 +41,7 @@ async def take_prompt(service: Service, fields: Fields) -> ChatPrompt:
         variables = {"reasoning_effort": effort, **variables}
     text = await service.chat_text(messages, begins_answer is not False, variables)
     tokens = await service.encode(text, "messages", add_special_tokens=False)
-    return ChatPrompt(text, tokens, tools)
+    return ChatPrompt(messages, variables, text, tokens, tools)
 
 
 def names(source: str, word: str) -> bool:

@@ -21,6 +21,7 @@ from mamba_align_jax.engine.text.chat_template import ChatTemplate
 from mamba_align_jax.engine.text.generated_text import BROKEN
 from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.errors import FieldError, WorkerLostError
+from mamba_align_jax.serve.api.checkpoints import ChatCheckpoints, ChatPrompt
 from mamba_align_jax.serve.api.fields import Fields, read_fields
 from mamba_align_jax.serve.api.generation import Asked, stopped
 from mamba_align_jax.serve.keys import Keys
@@ -64,6 +65,9 @@ class Service:
         self._rendering, self._reading, self._compiling = (OneAtATime(_MAX_WAITING) for _ in range(3))
         self._special_tokens = functools.cache(lambda: special_tokens_of(serving.engine.tokenizer))
         self._grammars = GrammarCheck(settings.limits.grammar_s, self._special_tokens)
+        render = lambda messages, variables: self.chat_text(messages, True, variables)
+        encode = functools.partial(self.encode, param="messages", add_special_tokens=False)
+        self._checkpoints = ChatCheckpoints(render, encode)
         self.is_ready, self.is_stopping, self.started = False, False, int(time.time())
         self.has_failed_to_compile = False
         # A token's text never changes.
@@ -158,6 +162,10 @@ class Service:
     async def special_tokens(self) -> Sequence[str]:
         """Returns the names of the tokenizer's special tokens. Other calls go on meanwhile."""
         return await asyncio.to_thread(self._special_tokens)
+    async def checkpoint_offsets(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        """Returns the offsets into a chat's prompt at which states should stay cached: see `ChatCheckpoints`."""
+        has_cache = self.serving.engine.config.prefix_cache != "none"
+        return await self._checkpoints.offsets(prompt) if has_cache else ()
 
     async def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Refuses a call whose grammar, which the field `param` asks for, doesn't compile quickly."""
