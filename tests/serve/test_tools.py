@@ -182,23 +182,24 @@ def test_the_template_reads_tools_and_calls_in_the_order_in_which_they_were_sent
     arguments = {"b": [1, {"z": "</x>", "a": None}], "a": 0.5}
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(arguments)}}
     messages = [
-        {"role": "developer", "content": "Be."},
+        {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call], "annotations": []},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call], "annotations": []},
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]},
-        {"role": "assistant", "content": "Rain.", "reasoning": "", "tool_calls": [], "refusal": None},
+        {"role": "assistant", "content": "Rain.", "reasoning": "So.", "tool_calls": [], "refusal": None},
     ]
     described = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
-    text = prompt(tools, messages=messages, tools=[WEATHER, CLOCK], add_generation_prompt=False)
+    short = {"type": "function", "function": {"name": "w", "description": "It.", "parameters": {"type": "object"}}}
+    text = prompt(tools, messages=messages, tools=[short, CLOCK], add_generation_prompt=False)
     assert text == "\n".join(
         [
-            *map(json.dumps, (WEATHER, described)),
-            "system: Be.",
+            *map(json.dumps, (short, described)),
+            "system: Be brief.",
             "user: x",
             "assistant: <think>Hm.</think>",
             f'<tool_call>{{"name": "weather", "arguments": {json.dumps(arguments)}}}</tool_call>',
             "tool: rain",
-            "assistant: Rain.",
+            "assistant: <think>So.</think>Rain.",
             "",
         ]
     )
