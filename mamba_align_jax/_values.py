@@ -5,7 +5,7 @@ The error names the argument, says what was wanted, and shows what came. This mo
 
 import numbers
 import sys
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +20,8 @@ INT32_MAX = 2**31 - 1
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, float(np.finfo(np.float32).max)
 _LONGEST_S = 86400.0  # a day
 _NUMBERS = "a sequence of whole numbers"
+_BRACKETS = {list: "[]", tuple: "()", set: "{}"}
+_LONGEST_SHOWN = 200  # characters of what came, in an error
 
 
 def require(condition: bool, name: str, wanted: str, got: object, must: str = "must be") -> None:
@@ -29,13 +31,44 @@ def require(condition: bool, name: str, wanted: str, got: object, must: str = "m
 
 
 def shown(value: object) -> str:
-    """Returns a value as errors show it: as Python writes it, shortened, or by its type if Python can't write it."""
+    """Returns a value as errors show it: as Python writes it, shortened, or by its type if Python can't write it.
+
+    Of a long text, list or object only the beginning is written.
+    """
+    text = ""
     try:
-        text = repr(value)
+        for part in _written(value):
+            text += part
+            if len(text) > _LONGEST_SHOWN:
+                return text[:_LONGEST_SHOWN] + "..."
     except Exception:
         # It may be nested too deeply, or be a number with too many digits.
         return f"a value of type {type(value).__name__} that can't be written"
-    return text if len(text) <= 200 else text[:200] + "..."
+    return text
+
+
+def _written(value: object) -> Iterator[str]:
+    """Yields what `repr` writes, part by part. It need not be read to its end."""
+    kind = type(value)
+    if isinstance(value, str | bytes) and kind in (str, bytes):
+        yield repr(value[: _LONGEST_SHOWN + 1])
+    elif isinstance(value, dict) and kind is dict:
+        yield "{"
+        for number, (name, one) in enumerate(value.items()):
+            yield ", " if number else ""
+            yield from _written(name)
+            yield ": "
+            yield from _written(one)
+        yield "}"
+    elif isinstance(value, list | tuple | set) and kind in _BRACKETS and value != set():
+        begin, end = _BRACKETS[kind]
+        yield begin
+        for number, one in enumerate(value):
+            yield ", " if number else ""
+            yield from _written(one)
+        yield "," + end if kind is tuple and len(value) == 1 else end
+    else:
+        yield repr(value)
 
 
 def integer(name: str, value: Any, minimum: int | None = None, maximum: int | None = INT32_MAX) -> int:

@@ -53,7 +53,7 @@ class ProcessLostError(RuntimeError):
 
 
 class WorkerLostError(RuntimeError):
-    """The process that renders chats, or the one that checks grammars, was ended or stopped from outside, and its successor too.
+    """The process that renders chats or checks grammars was ended or stopped from outside, and so was its successor.
 
     The caller's input is not to blame: try again.
     """

@@ -18,6 +18,7 @@ class Limits:
     """How much one client may ask for, field by field. Whatever exceeds a limit is refused with a status and a reason."""
 
     body_bytes: int = option(4 * 2**20, "Size of a call's body")
+    body_values: int = option(2**16, "Number of texts (names of fields, too), lists and objects in a call's body")
     head_bytes: int = option(64 * 2**10, "Size of a call's first line and headers")
     prompts: int = option(128, "Number of prompts of one call")
     choices: int = option(16, "Number of choices for each prompt, `n`")

@@ -148,11 +148,14 @@ def test_command_line_uses_the_tokenizer(engine, monkeypatch, capsys):
     assert "must be token ids without a tokenizer" in capsys.readouterr().err
 
 
-def test_other_threads_go_on_while_a_long_text_is_encoded():
+@pytest.mark.parametrize("method", ["encode", "decode"])
+def test_other_threads_go_on_while_a_long_text_is_encoded_or_decoded(method):
     """A server answers all others meanwhile."""
     own, text = load_tokenizer(BYTE_MODEL), "def read(self): " * 40_000
     alone = tokenizers.Tokenizer.from_file(str(BYTE_MODEL / "tokenizer.json"))
-    wanted = alone.encode(text).ids
+    given, wanted = text, alone.encode(text).ids
+    if method == "decode":
+        given, wanted = wanted, list(alone.decode(wanted))
 
     def ticks():
         """The number of times that another thread runs during a call."""
@@ -165,7 +168,7 @@ def test_other_threads_go_on_while_a_long_text_is_encoded():
         ticking = threading.Thread(target=tick)
         ticking.start()
         begin = time.perf_counter()
-        found = own.encode(text)
+        found = getattr(own, method)(given)
         end = time.perf_counter()
         ended.set()
         ticking.join()

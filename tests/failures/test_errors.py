@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes.speller import Speller
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import mamba_align_jax
 import pallas_kernels
 from mamba_align_jax import AlignConfig, Engine, EngineConfig
+from mamba_align_jax._values import shown
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.errors import FieldError
 from mamba_align_jax.kv import KVSpec
@@ -63,3 +66,33 @@ def test_an_error_says_its_parts_and_goes_to_other_processes(error, parts, text)
         assert text is None or str(each) == text
     assert error.renamed("--size").field == "--size"
     assert str(error.renamed("--size")).partition(" must ")[2] == str(error).partition(" must ")[2]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.frozensets(st.integers()),
+    lambda one: st.lists(one) | st.tuples(one) | st.tuples(one, one) | st.dictionaries(st.text(), one) | st.just(set()),
+)
+
+
+@given(VALUES)
+@settings(max_examples=30, deadline=None)
+@example([[]] * 100)
+@example({1, 2, 3})
+@example({"a": "b" * 300})
+def test_errors_show_what_python_writes(value):
+    text = repr(value)
+    assert shown(value) == (text if len(text) <= 200 else text[:200] + "...")
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, set, lambda many: dict.fromkeys(many), lambda many: [[*many]]])
+def test_of_a_large_value_only_the_beginning_is_written(wrap):
+    class Counted:
+        written = 0
+
+        def __repr__(self):
+            Counted.written += 1
+            return "one"
+
+    assert len(shown(wrap(Counted() for _ in range(10_000)))) <= 203
+    assert Counted.written <= 200
+    assert len(shown("\x00" * 10**6)) == 203

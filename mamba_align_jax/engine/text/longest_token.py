@@ -13,8 +13,8 @@ _BYTES = sorted({*range(0xF5)} - {0xC0, 0xC1})
 def longest_token(parts: Mapping[str, Any]) -> int | None:
     """Returns how many characters of a text become one token at most.
 
-    Every character is at least one byte, and in the tokenizers that are looked at a token stands for at most as many bytes as
-    its name has letters.
+    Every character is at least one byte, and in the tokenizers that are looked at a token stands for at most as many bytes
+    as its name has letters.
 
     Args:
         parts: What a tokenizer.json says.

@@ -11,6 +11,9 @@ from mamba_align_jax.engine.interrupts import failure
 from mamba_align_jax.engine.text.longest_token import longest_token
 from mamba_align_jax.errors import FieldError
 
+# So many are decoded in a fraction of a millisecond, with Python's lock held.
+_MANY_TOKENS = 1024
+
 
 class Tokenizer(Protocol):
     """What an engine needs of a tokenizer."""
@@ -54,6 +57,9 @@ class _FileTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         try:
+            if len(token_ids) > _MANY_TOKENS:
+                # `decode` would keep all other threads waiting, as `encode` does.
+                return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except BaseException as raised:
             raise failure(raised)  # noqa: B904

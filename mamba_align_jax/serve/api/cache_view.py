@@ -22,7 +22,7 @@ async def view_cache(service: Service, request: Request) -> Response:
     A malformed call is refused, and so is one that needs a tokenizer or a chat template that the model lacks.
     """
     key, fields = await service.read(request)
-    text = fields.take("prompt", text_or_tokens, service)
+    text = await fields.aside(fields.take, "prompt", text_or_tokens, service)
     param = "messages" if text is None else "prompt"
     salt = cache_salt(key, fields.take("cache_salt", values.text) or "")
     if text is None:

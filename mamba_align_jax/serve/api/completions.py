@@ -29,7 +29,7 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     """Answers a call, or raises a Refusal if it is malformed, asks for too much, or can't be run."""
     limits = service.settings.limits
     key, fields = await service.read(request)
-    prompts = fields.need("prompt", _prompts, service)
+    prompts = await fields.aside(fields.need, "prompt", _prompts, service)
     n = fields.take("n", values.integer, 1, limits.choices) or 1
     service.check_count(n * len(prompts))
     streaming = take_stream(fields)

@@ -26,10 +26,10 @@ async def take_prompt(service: Service, fields: Fields) -> ChatPrompt:
     lacks what they need.
     """
     limits, source = service.settings.limits, service.template.source if service.template else ""
-    messages = fields.need("messages", _messages, limits)
-    tools = take_tools(fields, limits)
+    messages = await fields.aside(fields.need, "messages", _messages, limits)
+    tools = await fields.aside(take_tools, fields, limits)
     begins_answer = fields.take("add_generation_prompt", values.flag)
-    variables = fields.take("chat_template_kwargs", _variables, limits) or {}
+    variables = await fields.aside(fields.take, "chat_template_kwargs", _variables, limits) or {}
     effort = fields.take("reasoning_effort", values.choice, _EFFORTS)
     if service.template is not None:
         _check_template(source, messages, has_tools=bool(tools), has_effort=effort is not None)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.grammar import Grammar
@@ -157,6 +159,6 @@ def _schema(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
         # vLLM takes a schema as JSON's text, too.
         value = json.loads(_grammar_text(name, value, limits))
     values.require(isinstance(value, Mapping), name, "a JSON object", type(value))
-    size, limit = len(json.dumps(value)), limits.grammar_bytes
+    size, limit = len(msgspec.json.encode(value)), limits.grammar_bytes
     values.require(size <= limit, name, f"at most {limit} bytes of JSON", size)
     return value

@@ -32,7 +32,7 @@ from mamba_align_jax.serve.refusals import Refusal, overloaded
 from mamba_align_jax.serve.replies.forms import REASONING_FORMS, TOOL_FORMS, reasoning_form_of, tool_form_of
 from mamba_align_jax.serve.settings import Settings
 
-# Chats that may wait to be rendered, long texts to be read, and grammars to be checked.
+# Chats that may wait to be rendered, long texts and bodies to be read, and grammars to be checked.
 _MAX_WAITING = 64
 # The number of characters of a text that is read quickly.
 _LONG_TEXT = 2**16
@@ -64,6 +64,7 @@ class Service:
         self.metrics = Metrics(serving.engine, settings.model_name)
         self._rendering, self._reading, self._compiling = (OneAtATime(_MAX_WAITING) for _ in range(3))
         self._special_tokens = functools.cache(lambda: special_tokens_of(serving.engine.tokenizer))
+        self._bodies = OneAtATime(_MAX_WAITING)
         self._grammars = GrammarCheck(settings.limits.grammar_s, self._special_tokens)
         render = lambda messages, variables: self.chat_text(messages, True, variables)
         encode = functools.partial(self.encode, param="messages", add_special_tokens=False)
@@ -103,7 +104,7 @@ class Service:
         """
         key = self.keys.check(request.headers)
         self.check_ready()
-        fields = await read_fields(request, self.settings.limits)
+        fields = await read_fields(request, self.settings.limits, functools.partial(self._bodies.run, self.tenant))
         model = fields.take("model", values.text)
         if model is not None:
             self.check_model(model)
@@ -162,6 +163,7 @@ class Service:
     async def special_tokens(self) -> Sequence[str]:
         """Returns the names of the tokenizer's special tokens. Other calls go on meanwhile."""
         return await asyncio.to_thread(self._special_tokens)
+
     async def checkpoint_offsets(self, prompt: ChatPrompt) -> tuple[int, ...]:
         """Returns the offsets into a chat's prompt at which states should stay cached: see `ChatCheckpoints`."""
         has_cache = self.serving.engine.config.prefix_cache != "none"

@@ -1,5 +1,7 @@
 """The endpoints /tokenize and /detokenize: what the tokenizer makes of a text or a chat, and of tokens."""
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -9,6 +11,8 @@ from mamba_align_jax.serve.api.messages import take_prompt
 from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.refusals import json_response
 
+_SLICE = 2**16
+
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Returns the tokens of a text, or of a chat as the model reads it.
@@ -16,7 +20,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     A malformed call is refused, and so is one that needs a tokenizer or a chat template that the model lacks.
     """
     _, fields = await service.read(request)
-    text = fields.take("prompt", values.text)
+    text = await fields.aside(fields.take, "prompt", values.text)
     if text is None:
         tokens = (await take_prompt(service, fields)).tokens
     else:
@@ -30,6 +34,14 @@ async def detokenize(service: Service, request: Request) -> Response:
     """Returns the text of tokens, special ones too. A malformed call is refused, and any without a tokenizer."""
     _, fields = await service.read(request)
     vocab_size = service.serving.engine.model_config.vocab_size
-    tokens = fields.need("tokens", values.integers, 0, vocab_size - 1)
+    tokens = await fields.aside(fields.need, "tokens", _tokens, vocab_size)
     fields.end()
     return json_response({"prompt": await service.decode(tokens, "tokens")})
+
+
+def _tokens(name: str, value: Any, vocab_size: int) -> list[int]:
+    """Checks tokens, of which there may be millions, in slices, between which other threads run."""
+    values.require(isinstance(value, list), name, "a sequence of whole numbers", value)
+    for start in range(0, len(value), _SLICE):
+        values.integers(name, value[start : start + _SLICE], 0, vocab_size - 1)
+    return value
