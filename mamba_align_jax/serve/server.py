@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from mamba_align_jax.serve.limits.connections import GuardedProtocol
+from mamba_align_jax.serve.limits.connections import BACKLOG, GuardedProtocol, max_connections
 from mamba_align_jax.serve.settings import Limits
 
 _LAST_STEP_S = 2  # for the engine to end the calls that have no more time
@@ -62,11 +62,13 @@ def make_server(
     these limits. Host "0.0.0.0" is all addresses, and port 0 a free one. `log_config` says how the process logs, as
     `logging.config.dictConfig` takes it; None leaves it as it is.
     """
+    refused, num_calls = app.state.service.metrics.refused, max_connections(limits.connections)
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=functools.partial(GuardedProtocol, limits, app.state.service.metrics.refused),  # type: ignore[arg-type]
+        http=functools.partial(GuardedProtocol, limits, num_calls, refused),  # type: ignore[arg-type]
+        backlog=BACKLOG,
         ws="none",
         lifespan="on",
         access_log=access_log,

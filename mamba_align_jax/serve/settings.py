@@ -34,7 +34,7 @@ class Limits:
     grammar_s: float = option(
         2.0, "Seconds of CPU time that a JSON schema may take to compile, more than 0 and at most a day"
     )
-    connections: int = option(1024, "Number of connections that are open at once")
+    connections: int = option(1024, "Number of connections that have calls at once")
     receive_s: float = option(30.0, "Seconds in which a call's head must have arrived, and then its body")
     send_s: float = option(30.0, "Seconds for which a client may leave an answer unread")
     call_s: float = option(600.0, "Seconds from when a call's requests are queued to the end of its answer")

@@ -291,17 +291,6 @@ def test_a_call_that_the_queue_could_never_hold_is_not_told_to_try_again(served)
     assert len(served.complete(["x"] * 64, n=2, max_tokens=1)["choices"]) == 128
 
 
-def test_connections_beyond_the_limit_are_refused(served):
-    open_ones = [connect(served) for _ in range(LIMITS.connections)]
-    try:
-        with connect(served) as connection:
-            assert status_and_code(read_to_end(connection)) == (503, "too_many_connections")
-    finally:
-        for one in open_ones:
-            one.close()
-    wait_until(lambda: served.client.get("/health").status_code == 200)
-
-
 def test_requests_that_the_engine_fails_tell_nothing_of_the_exception(served, monkeypatch):
     def fail(*args):
         raise RuntimeError("a secret")

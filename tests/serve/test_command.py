@@ -58,7 +58,7 @@ def test_the_help_says_the_defaults_of_the_command():
     parser = argparse.ArgumentParser()
     command.add_options(parser)
     shown = " ".join(parser.format_help().split())
-    assert "Number of connections that are open at once (default: 1024)" in shown
+    assert "Number of connections that have calls at once (default: 1024)" in shown
     assert "Number of requests that run at once (default: chosen for the model and the device)" in shown
     assert "Number of requests that may wait to run for the first time (default: 1024)" in shown
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import os
+import resource
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +16,27 @@ from mamba_align_jax.serve.refusals import Refusal, to_json
 from mamba_align_jax.serve.settings import Limits
 
 _LOG = logging.getLogger(__name__)
+# What asks whether the process lives is answered however many calls run.
+PROBES = frozenset(("/health", "/ready", "/metrics"))
+# Connections that are open besides those that `Limits.connections` calls may use: for probes, and for those that are told
+# that there are too many.
+RESERVED = 32
+# Connections that may wait to be accepted. All of them may be accepted in one turn of the event loop.
+BACKLOG = 128
+# Descriptors that are left for files, and for the pipes of other processes.
+_SPARE = 64
 _LAST_CALL_S = 0.25  # for calls that are on their way when the server is told to stop
+
+
+def max_connections(wanted: int) -> int:
+    """Returns how many connections may have calls at once: as many as wanted, or what the process' descriptors allow."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return wanted
+    room = max(1, limit - len(os.listdir("/dev/fd")) - RESERVED - BACKLOG - _SPARE)
+    if room < wanted:
+        _LOG.warning("at most %d connections can have calls at once, because `ulimit -n` is %d", room, limit)
+    return min(wanted, room)
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -44,29 +67,45 @@ class _Parser(httptools.HttpRequestParser):
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits of ours: it has none on what comes before and after a body, nor on unread answers.
 
+    A connection without a call gives way to a new one when there are many, and the first to do so is the one that has been
+    without a call for the longest time.
+
     A call that is sent before the one before it was answered ends the connection. uvicorn would let it wait, and would then
     no longer notice that the client of the call that runs has left.
     """
 
     def __init__(
-        self, limits: Limits, on_refusal: Callable[[int, str | None], object], *args: Any, **kwargs: Any
+        self,
+        limits: Limits,
+        num_calls: int,
+        on_refusal: Callable[[int, str | None], object],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        """Takes the limits, what is told each refusal's status and code, and what uvicorn gives to its own protocol."""
+        """Takes the limits, and what uvicorn gives to its own protocol.
+
+        `num_calls` is how many connections may have calls at once: see `max_connections`. `on_refusal` is told each
+        refusal's status and code.
+        """
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
-        self._limits, self._on_refusal = limits, on_refusal
+        self._limits, self._num_calls, self._on_refusal = limits, num_calls, on_refusal
+        # The event loop has one time for all that it accepts at once.
+        self._idle_since = time.monotonic_ns()
         self._head_bytes = 0
         self._is_in_body = False
+        self._is_refused = False
         self._is_stopping = False
+        self._has_given_way = False
         # It runs while a head is awaited, and while the rest of a body is whose call was refused already.
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes a connection, or refuses it if there are too many."""
+        """Takes a connection. If there are many, another one gives way, or this one is refused if all have calls."""
         super().connection_made(transport)
-        if len(self.connections) > self._limits.connections:
-            self._refuse(Refusal(503, "too many connections are open", code="too_many_connections"))
+        if not self._has_room():
+            self._refuse(_too_many())
             return
         own = transport.get_extra_info("socket")
         if own is not None and hasattr(socket, "TCP_USER_TIMEOUT") and own.family in (socket.AF_INET, socket.AF_INET6):
@@ -120,6 +159,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         if self._is_parsed_again():
             return
+        if self._is_one_too_many():
+            self._refuse(_too_many())
+            return
         self._is_in_body = True
         super().on_headers_complete()
         if self._is_stopping and self.cycle is not None:
@@ -128,15 +170,45 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Takes a part of a body. What comes between two parts, or after the last one, counts like a head."""
         self._head_bytes = 0
-        super().on_body(body)
+        if not self._is_refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Takes note that a call is complete."""
         self._head_bytes = 0
-        if self._is_parsed_again():
+        if self._is_parsed_again() or self._is_refused:
             return
         self._is_in_body = False
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Takes note that a call was answered."""
+        self._idle_since = time.monotonic_ns()
+        super().on_response_complete()
+
+    def _has_room(self) -> bool:
+        """Whether this connection may be open. If there are many, another one is closed."""
+        most = self._num_calls + RESERVED
+        if len(self.connections) <= most:
+            return True
+        others = [one for one in self.connections if one is not self and not one._has_given_way]
+        if len(others) < most:
+            return True
+        idle = [one for one in others if one._is_between_calls()]
+        if not idle:
+            return False
+        # Those go last whose answer is still being sent, even if they are to be closed after it.
+        oldest = min(idle, key=lambda one: (one.transport.get_write_buffer_size() > 0, one._idle_since))
+        oldest._has_given_way = True
+        oldest.transport.abort()
+        return True
+
+    def _is_one_too_many(self) -> bool:
+        """Whether the call whose head is complete must be refused, because as many as allowed have calls already."""
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        if len(self.connections) <= self._num_calls or (path.rstrip("/") in PROBES):
+            return False
+        return sum(not one._is_between_calls() for one in self.connections) >= self._num_calls
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is no HTTP."""
@@ -202,6 +274,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, refusal: Refusal) -> None:
         """Answers without a call, unless the answer to one is under way, and closes the connection."""
+        self._is_refused = True
         self._stop_timers()
         if not self._is_between_calls():
             self.transport.close()
@@ -214,6 +287,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _stop_timers(self) -> None:
         self._head_timer, self._send_timer = _stopped(self._head_timer), _stopped(self._send_timer)
+
+
+def _too_many() -> Refusal:
+    return Refusal(503, "too many connections are open", code="too_many_connections")
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:
