@@ -16,9 +16,10 @@ FUNCTIONS = {
             "scale": {"anyOf": [{"type": "number"}, {"type": "string"}]},
             "tags": {"type": "array", "items": {"type": "string"}},
             "box": {"$ref": "#/$defs/Box"},
+            "note": {"$ref": "#/$defs/Text~1plain"},
             "any": {},
         },
-        "$defs": {"Box": {"type": "object"}},
+        "$defs": {"Box": {"type": "object"}, "Text/plain": {"type": "string"}},
     },
     "now": {"type": "object", "properties": {}},
 }
@@ -92,6 +93,10 @@ HERMES = [
         '<tool_call>{"name": "look", "arguments": {"place": "two\nlines"}}</tool_call>',
         call("look", '{"place": "two\\nlines"}'),
     ),
+    hermes(
+        '<tool_call>{"name": "look", "arguments": {"place": "\\ud800\n"}}</tool_call>',
+        call("look", r'{"place": "\ud800\n"}'),
+    ),
     hermes('<tool_call>{"name": "lööki", "arguments": {"ö": "😀"}}</tool_call>', call("lööki", '{"ö": "😀"}')),
     hermes('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', call("unknown")),
     # The reply ends early.
@@ -115,6 +120,7 @@ HERMES = [
         '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
         *told('<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
     ),
+    hermes(r'<tool_call>{"name": "\ud800"}</tool_call>', *told(r'<tool_call>{"name": "\ud800"}</tool_call>')),
     hermes('<tool_call>{"name": ""}</tool_call>', *told('<tool_call>{"name": ""}</tool_call>')),
     hermes(
         '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
@@ -178,6 +184,7 @@ QWEN = [
     qwen(asked(("place", "3")), call("look", '{"place": "3"}')),
     qwen(asked(("place", "null")), call("look", '{"place": "null"}')),
     qwen(asked(("exact", "False")), call("look", '{"exact": false}')),
+    qwen(asked(("note", "3")), call("look", '{"note": "3"}')),
     qwen(asked(("near", "None")), call("look", '{"near": null}')),
     qwen(asked(("near", "3")), call("look", '{"near": "3"}')),
     qwen(asked(("scale", "1.5")), call("look", '{"scale": 1.5}')),
@@ -292,6 +299,7 @@ LING = [
         *told("<tool_call>look\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"),
     ),
     ling("<tool_call>look\n<arg_key>days</arg_key>\n2", *told("<tool_call>look\n<arg_key>days</arg_key>\n2")),
+    ling("<tool_call>begins calls\n</tool_call>", *told("<tool_call>begins calls\n</tool_call>")),
     ling("<tool_call> begins a call\n", *told("<tool_call> begins a call\n")),
     ling(f"{NOW} ok", *told(f"{NOW} ok")),
     ling(f"<tool_call>\n{ling_call(name='now')}", Content("<tool_call>"), call()),

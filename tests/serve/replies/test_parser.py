@@ -13,6 +13,7 @@ from serve.replies.outputs import FUNCTIONS, OUTPUTS
 from mamba_align_jax.serve.replies.forms import REASONING_FORMS, TOOL_FORMS
 from mamba_align_jax.serve.replies.parser import ReplyParser, begins_in_reasoning
 from mamba_align_jax.serve.replies.parts import Call, Content, Reasoning, joined
+from mamba_align_jax.serve.replies.unread import Tags, Unread
 
 
 def parser_of(tools="", reasoning="", begun=False):
@@ -158,16 +159,29 @@ def test_the_work_grows_with_the_length_of_a_hostile_reply_alone(form, beginning
         parser.end()
         return time.process_time() - start
 
-    short = min(seconds(10_000) for _ in range(3))
-    assert min(seconds(80_000) for _ in range(2)) < 24 * short
+    short = min(seconds(5_000) for _ in range(3))
+    assert min(seconds(40_000) for _ in range(2)) < 24 * short
+
+
+def test_text_that_is_read_is_not_kept():
+    unread, tags, sizes = Unread(), Tags("<tool_call>"), []
+    for _ in range(100):
+        unread.add("some text <to")
+        sizes.append(len(unread.text))
+        assert unread.take_until(tags)[1] == ""
+    assert max(sizes) <= len("<tosome text <to")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 100_000),
-        ("lfm2", "<|tool_call_start|>[now(a=" + "[" * 100_000 + "]"),
-        ("nemotron_json", "<TOOLCALL>" + "[" * 100_000),
+        ("hermes", f'<tool_call>{{"name": "now", "arguments": {{"a": {DEEP}}}}}</tool_call>'),
+        ("kimi", f'<|tool_call_begin|>now:0<|tool_call_argument_begin|>{{"a": {DEEP}}}<|tool_call_end|>'),
+        ("lfm2", f"<|tool_call_start|>[now(a={DEEP})]<|tool_call_end|>"),
+        ("nemotron_json", f"<TOOLCALL>{DEEP}</TOOLCALL>"),
     ],
 )
 def test_values_that_are_nested_too_deeply_are_no_calls(form, text):
@@ -176,6 +190,5 @@ def test_values_that_are_nested_too_deeply_are_no_calls(form, text):
 
 
 def test_a_deeply_nested_value_between_tags_is_text():
-    parser, value = parser_of("qwen3_xml"), "[" * 100_000
-    parts = parser.add(f"<function=look><parameter=days>{value}</parameter></function>")
-    assert parts == [Call("look", json.dumps({"days": value}))]
+    parts = parser_of("qwen3_xml").add(f"<function=look><parameter=days>{DEEP}</parameter></function>")
+    assert parts == [Call("look", json.dumps({"days": DEEP}))]

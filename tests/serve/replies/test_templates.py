@@ -29,7 +29,7 @@ TAGS = [
     *("<|tool_call_argument_begin|>", "<|tool_call_start|>[", "f(a='", "', b=", "')]", '"}}', "\\", "\n", " ", "null"),
 ]
 TEXTS = st.lists(st.sampled_from(TAGS) | st.text(max_size=3), max_size=6).map("".join)
-NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,8}", fullmatch=True)
+NAMES = st.text("abZ_", min_size=1, max_size=3).flatmap(lambda name: st.sampled_from([name, f"{name}-9"]))
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS,
@@ -87,7 +87,7 @@ def can_be_written(form, value):
 @pytest.mark.parametrize("form", TOOL_FORMS)
 def test_what_a_template_writes_for_calls_is_read_back(form):
     @given(functions(), st.sampled_from(["", "So."]), st.integers(0, 400))
-    @settings(max_examples=depth.examples(40, 600), deadline=None)
+    @settings(max_examples=depth.examples(20, 600), deadline=None)
     def check(made, content, cut):
         schemas, calls = made
         calls = [
