@@ -28,6 +28,10 @@ class ReplyParser:
     - A call that can't be read is part of the answer, with exactly its text. Calls are looked for again behind the point
       where it failed.
     - A call of a function that the request doesn't have is a call, as in vLLM: the client can tell the model so.
+
+    Attributes:
+        reasoning_end: The number of characters of the reasoning with its tags, from the reply's beginning; 0 if there is
+            none, and None while it is not known.
     """
 
     def __init__(
@@ -46,7 +50,6 @@ class ReplyParser:
             functions: JSON schemas of the functions' parameters, by the functions' names.
             begins_in_reasoning: The prompt ended within the reasoning.
         """
-        # The number of characters of the text before the answer; None while it is not known.
         self.reasoning_end: int | None = None if reasoning else 0
         self._num_characters = 0
         self._reasoning = reasoning
@@ -84,7 +87,7 @@ class ReplyParser:
         if self._reasoning:
             tag = yield from self._read_reasoning(self._reasoning)
             if self.reasoning_end is None:
-                self.reasoning_end = self._num_characters - len(self._unread.text) + self._unread.at
+                self.reasoning_end = self._num_characters - len(self._unread.text) + self._unread.at - len(tag)
         while True:
             if not tag:
                 tag = yield from self._read_text(Content, self._openings, holds_spaces=True)

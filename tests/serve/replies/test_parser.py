@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serve.replies.outputs import FUNCTIONS, OUTPUTS
+from serve.replies.outputs import FUNCTIONS, OUTPUTS, Output
 
 from mamba_align_jax.serve.replies.forms import REASONING_FORMS, TOOL_FORMS
 from mamba_align_jax.serve.replies.parser import ReplyParser, begins_in_reasoning
@@ -106,6 +106,27 @@ def test_what_is_settled_comes_at_once():
     assert parser.add(">") == [Call("now", "{}")]
     assert parser.add("\n<tool_call>n") == [Content("<tool_call>n")]
     assert parser.end() == []
+
+
+@pytest.mark.parametrize(
+    ("output", "end"),
+    [
+        (Output("", "think", "<think>\nWhy?\n</think>\n\nSo.", []), len("<think>\nWhy?\n</think>")),
+        (Output("", "think", "Why?</think>So.", [], begun=True), len("Why?</think>")),
+        (Output("", "think", "Why?</th", [], begun=True), len("Why?</th")),
+        (Output("", "think", " So.", []), 0),
+        (Output("", "", "<think>Why?</think>So.", []), 0),
+        (Output("kimi", "kimi", "<think>Why?<|tool_call_begin|>now", []), len("<think>Why?")),
+    ],
+)
+def test_the_end_of_the_reasoning_is_known_once_it_has_come(output, end):
+    for cut in range(len(output.text) + 1):
+        parser = parser_of(output.tools, output.reasoning, output.begun)
+        parser.add(output.text[:cut])
+        assert parser.reasoning_end in (None, end)
+        parser.add(output.text[cut:])
+        parser.end()
+        assert parser.reasoning_end == end
 
 
 def test_an_ended_reply_has_nothing_more():
