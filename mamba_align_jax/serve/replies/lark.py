@@ -42,8 +42,6 @@ class Rules:
 
     def text_without(self, tag: str) -> str:
         """Return what stands for any text that doesn't begin with a tag."""
-        if tag in self._special_tokens:
-            return TEXT
         others = "|".join(f"{re.escape(tag[:size])}([^{re.escape(tag[size])}].*)?" for size in range(len(tag)))
         self._rules.append(f"OTHER_{TEXT}: {_expression(f'(?s:{others})')}")
         return f"OTHER_{TEXT}"

@@ -179,6 +179,26 @@ def test_optional_arguments_may_lack(form, allowing):
 
 
 @pytest.mark.parametrize("form", FRAMES)
+def test_required_arguments_may_not_lack(form, allowing):
+    text = WRITTEN[form][0]
+    without = {
+        "qwen3_xml": text.replace('<parameter=place>\na "b"\nc\n</parameter>\n', ""),
+        "ling": text.replace('<arg_key>place</arg_key>\n<arg_value>a "b"\nc</arg_value>', ""),
+        "lfm2": text.replace(r'place="a \"b\"\nc", ', ""),
+    }.get(form, text.replace(r'"place": "a \"b\"\nc", ', ""))
+    assert without != text
+    assert not allowing.allows(held(form, "required", allowing), without, ended=False)
+
+
+def test_arguments_are_an_object_with_one_space_between_its_parts(allowing):
+    grammar = held("hermes", "required", allowing, functions={"f": {"properties": {"a": {"type": "integer"}}}})
+    texts = [
+        f'<tool_call>\n{{"name": "f", "arguments": {each}}}\n</tool_call>' for each in ('{"a": 1}', '{"a":  1}', "1")
+    ]
+    assert [allowing.allows(grammar, text) for text in texts] == [True, False, False]
+
+
+@pytest.mark.parametrize("form", FRAMES)
 def test_reasoning_may_come_first_and_must_end_if_it_has_begun(form, allowing):
     text, other = WRITTEN[form][1], WRITTEN[form][2]
     grammar = held(form, "required", allowing, reasoning=THINK)
