@@ -10,7 +10,7 @@ from benchmarks.rows import Row
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.device.sizing import align_config
 from mamba_align_jax.load.bench import COMPARED_MODES, MODES
-from mamba_align_jax.load.workloads import ClosedLoop, Loop, MultiTurn, OpenLoop, PrefixRepetition, Workload
+from mamba_align_jax.load.workloads import Agents, ClosedLoop, Loop, MultiTurn, OpenLoop, PrefixRepetition, Workload
 
 # Guesses of seconds for the large model on an H200, so that a run's length is known before it starts: a decode step of 16
 # rows per generated token, by what drafts; the time that each prompt token adds; and compiling one engine's programs.
@@ -50,7 +50,9 @@ class Cell:
     @property
     def _num_requests(self) -> int:
         of = self.workload
-        return of.prompts if isinstance(of, PrefixRepetition) else of.conversations * of.turns
+        if isinstance(of, PrefixRepetition):
+            return of.prompts
+        return of.turns * (of.agents if isinstance(of, Agents) else of.conversations)
 
     @property
     def sizes(self) -> Row:
@@ -66,7 +68,10 @@ class Cell:
             tokens = self.workload.prefix + self.workload.suffix - cached
         else:
             turns = self.workload.turns
-            tokens = self.workload.longest / 2 if self.mode == "none" else self.workload.turn + self.workload.output
+            new = self.workload.turn + (
+                self.workload.answer if isinstance(self.workload, Agents) else self.workload.output
+            )
+            tokens = self.workload.longest / 2 if self.mode == "none" else new
         busy = requests * (self.workload.output / 16 * step + tokens * _PROMPT_TOKEN_S)
         if isinstance(self.loop, ClosedLoop):
             return busy
@@ -89,6 +94,10 @@ def loads(options: argparse.Namespace) -> list[tuple[Workload, Loop]]:
         "multi_turn": MultiTurn(
             conversations=options.conversations, turns=options.turns, first=options.first, turn=options.turn,
             output=options.turn_output,
+        ),
+        "agents": Agents(
+            agents=options.agents, turns=options.agent_turns, tools=options.tools, turn=options.agent_turn,
+            reasoning=options.reasoning, answer=options.answer,
         ),
     }  # fmt: skip
     loops = {"closed": ClosedLoop(options.concurrency), "open": OpenLoop(options.rate, options.seed)}

@@ -243,14 +243,14 @@ def serve_url(server: Server, sessions: Sequence[Session], output: int, loop: Lo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="of a server with OpenAI's API, as http://127.0.0.1:8000")
-    for name in ("prompts", "prefix", "suffix", "output", "block-size", "concurrency", "seed", "vocab-size"):
+    for name in ("prompts", "prefix", "suffix", "output", "concurrency", "seed", "vocab-size"):
         parser.add_argument(f"--{name}", type=int, required=True)
     options = parser.parse_args()
     sizes = {name: getattr(options, name) for name in ("prompts", "prefix", "suffix", "output")}
     sessions = PrefixRepetition(**sizes).sessions(options.vocab_size, options.seed)
     model, *_ = Server(options.url).models()
     run = serve_url(Server(options.url, model), sessions, options.output, ClosedLoop(options.concurrency))
-    print(json.dumps(summary(run, options.block_size)))
+    print(json.dumps(summary(run)))
 
 
 if __name__ == "__main__":

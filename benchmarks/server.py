@@ -74,7 +74,7 @@ def served(engine: Engine) -> Iterator[str]:
 def through_http(url: str, engine: Engine, streams: int, seed: int, options: argparse.Namespace) -> Row:
     """Runs the load by `benchmarks.http_client` in another process, and returns its row."""
     sizes = {name: getattr(options, name) for name in ("prompts", "prefix", "suffix", "output")}
-    sizes |= {"block-size": options.block_size, "concurrency": streams, "seed": seed}
+    sizes |= {"concurrency": streams, "seed": seed}
     sizes |= {"vocab-size": engine.model_config.vocab_size}
     command = [sys.executable, "-m", "benchmarks.http_client", url, *(f"--{name}={n}" for name, n in sizes.items())]
     root = Path(__file__).parents[1]
@@ -91,7 +91,7 @@ def measure(engine: Engine, url: str, streams: int, options: argparse.Namespace)
         engine.reset_prefix_cache()
         sessions = workload.sessions(engine.model_config.vocab_size, seed)
         run = serve(engine, sessions, options.output, ClosedLoop(streams))
-        bare.append(summary(run, options.block_size))
+        bare.append(summary(run))
         engine.reset_prefix_cache()
         http.append(through_http(url, engine, streams, seed, options))
     names = [f"{name}_{part}" for name in _TIMES for part in ("mean", "p50", "p99")] + ["output_tokens_per_s"]

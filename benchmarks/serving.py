@@ -35,9 +35,10 @@ from mamba_align_jax.load.runs import free_pools, medians, run_load
 
 # The smallest value that each option may have, of the options that take whole numbers.
 _MINIMA = MappingProxyType(
-    dict.fromkeys(("seed", "prefix", "suffix", "turn", "drafts"), 0)
+    dict.fromkeys(("seed", "prefix", "suffix", "turn", "drafts", "reasoning"), 0)
     | dict.fromkeys(("runs", "concurrency", "prompts", "prefixes", "output"), 1)
     | dict.fromkeys(("conversations", "turns", "first", "turn_output"), 1)
+    | dict.fromkeys(("agents", "agent_turns", "tools", "agent_turn", "answer"), 1)
     | dict.fromkeys(("idle", "block_size", "kv_page_size", "max_num_batched_tokens", "max_prefill_rows"), 1)
 )
 
@@ -48,7 +49,10 @@ def parser() -> argparse.ArgumentParser:
     several = dict(action="append")
     parser.add_argument("--model", choices=MODELS, default="qwen3.5-4b", help="the shapes of the random weights")
     parser.add_argument(
-        "--workload", choices=("prefix_repetition", "multi_turn"), **several, help="default: prefix_repetition"
+        "--workload",
+        choices=("prefix_repetition", "multi_turn", "agents"),
+        **several,
+        help="default: prefix_repetition",
     )
     parser.add_argument("--loop", choices=("closed", "open"), **several, help="default: closed")
     parser.add_argument("--mode", choices=MODES, **several, help=f"default: {', '.join(COMPARED_MODES)}")
@@ -73,6 +77,13 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument("--first", type=int, default=1024, help="tokens of the first prompt")
     sizes.add_argument("--turn", type=int, default=128, help="new tokens of each later turn")
     sizes.add_argument("--turn-output", type=int, default=256, help="tokens of each answer")
+    sizes = parser.add_argument_group("agents")
+    sizes.add_argument("--agents", type=int, default=8, help="sessions that share their tools")
+    sizes.add_argument("--agent-turns", type=int, default=20)
+    sizes.add_argument("--tools", type=int, default=6000, help="tokens of the instructions and tools")
+    sizes.add_argument("--agent-turn", type=int, default=200, help="new tokens of each turn")
+    sizes.add_argument("--reasoning", type=int, default=500, help="tokens of each answer that later prompts leave out")
+    sizes.add_argument("--answer", type=int, default=100, help="tokens of each answer that later prompts contain")
     sizes = parser.add_argument_group("engine")
     sizes.add_argument("--block-size", type=int, default=512)
     sizes.add_argument("--kv-page-size", type=int, default=16)

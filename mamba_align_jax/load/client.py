@@ -8,12 +8,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.engine.scheduling.request import RequestOutput
-from mamba_align_jax.load.workloads import Loop, Session, Tokens
+from mamba_align_jax.load.workloads import Agents, Loop, Session, Tokens
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,13 @@ class _Turn:
     admitted: float | None = None
 
 
-def serve(engine: Engine, sessions: Sequence[Session], output: int, loop: Loop) -> Run:
+def serve(engine: Engine, sessions: Sequence[Session], output: int, loop: Loop, *, agents: Agents | None = None) -> Run:
     """Sends the sessions when the loop says, and steps the engine until all of them are served.
 
     The next turn of a session is sent when the previous one is answered. Each answer has `output` tokens: no end token
-    ends it early. The engine has compiled its programs and has no requests. The error of a step that fails is raised.
+    ends it early. If the sessions are those of `agents`, prompts leave out the reasoning of earlier turns, and ask for
+    states where later prompts will part from them. The engine has compiled its programs and has no requests. The error of
+    a step that fails is raised.
     """
     begin = time.perf_counter()
     now = lambda: time.perf_counter() - begin
@@ -98,7 +100,9 @@ def serve(engine: Engine, sessions: Sequence[Session], output: int, loop: Loop) 
     calls: list[float] = []
 
     def send(session: Session, number: int, arrival: float, history: Tokens = ()) -> None:
-        request = engine.add_request(history + session[number], params)
+        prompt = history + session[number]
+        own = replace(params, checkpoint_at=(agents.tools, len(prompt))) if agents else params
+        request = engine.add_request(prompt, own)
         live[request] = _Turn(session, number, arrival, now())
 
     while waiting or live:
@@ -121,7 +125,8 @@ def serve(engine: Engine, sessions: Sequence[Session], output: int, loop: Loop) 
             turn = live.pop(finished.request_id)
             served.append(_served(turn, finished))
             if turn.number + 1 < len(turn.session):
-                send(turn.session, turn.number + 1, now(), finished.prompt_token_ids + finished.token_ids)
+                said = finished.token_ids[agents.reasoning if agents else 0 :]
+                send(turn.session, turn.number + 1, now(), finished.prompt_token_ids + said)
             elif waiting and waiting[0][0] == math.inf:
                 send(waiting.popleft()[1], 0, now())
     return Run(served, now(), calls)

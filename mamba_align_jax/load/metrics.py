@@ -1,6 +1,7 @@
 """Says what a run measured: latencies, rates, and how much the prefix cache returned of what it could have."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,29 +11,30 @@ from mamba_align_jax.load.client import Run, Served
 from mamba_align_jax.load.workloads import Tokens
 
 Row = dict[str, Any]
+# Prompts are compared in pieces of so many tokens.
+_PIECE = 64
 
 
-def attainable(requests: Iterable[Served], block_size: int) -> list[int]:
+def attainable(requests: Iterable[Served]) -> list[int]:
     """For each request, the largest number of prompt tokens that could have been cached when it was admitted.
 
-    That is the largest multiple of `block_size` that lies within a prefix shared with an earlier request and leaves at
-    least the prompt's last token to compute. A request's prompt can be shared once its prefill has finished. Once the
-    request has finished, its generated tokens can be shared as well, except the last, whose state was never computed.
-    The number does not depend on what the engine's cache kept. It comes from a tree of blocks that knows when each
-    block became available.
+    That is the longest prefix, in tokens, that it shares with an earlier request, and it leaves at least the prompt's last
+    token to compute. A request's prompt can be shared once its prefill has finished. Once the request has finished, its
+    generated tokens can be shared as well, except the last, whose state was never computed. The number depends neither on
+    what the engine's cache kept nor on the size of its blocks. It comes from a tree of pieces of tokens that knows when each
+    piece became available.
     """
-    requests, block_size = list(requests), values.integer("block_size", block_size, 1)
-    children: dict[tuple[int, Tokens], int] = {}
-    available_at: list[float] = []
-
-    def blocks(tokens: Tokens) -> Iterator[Tokens]:
-        return (tokens[end - block_size : end] for end in range(block_size, len(tokens) + 1, block_size))
+    requests = list(requests)
+    children: list[dict[Tokens, int]] = [{}]
+    available_at = [-math.inf]
 
     def add(tokens: Tokens, moment: float) -> None:
-        node = -1
-        for block in blocks(tokens):
-            node = children.setdefault((node, block), len(available_at))
-            if node == len(available_at):
+        node = 0
+        for start in range(0, len(tokens), _PIECE):
+            piece = tokens[start : start + _PIECE]
+            node = children[node].setdefault(piece, len(children))
+            if node == len(children):
+                children.append({})
                 available_at.append(moment)
             available_at[node] = min(available_at[node], moment)
 
@@ -41,24 +43,31 @@ def attainable(requests: Iterable[Served], block_size: int) -> list[int]:
         add(request.prompt + request.tokens[:-1], request.times[-1])
 
     def reach(request: Served) -> int:
-        node, length = -1, 0
-        for block in blocks(request.prompt[:-1]):
-            node = children[node, block]
-            if available_at[node] > request.admitted:
-                break
-            length += block_size
-        return length
+        node, prompt = 0, request.prompt[:-1]
+        for start in range(0, len(prompt), _PIECE):
+            piece = prompt[start : start + _PIECE]
+            found = {other: at for other, at in children[node].items() if available_at[at] <= request.admitted}
+            if len(piece) < _PIECE or piece not in found:
+                return start + max((_shared(piece, other) for other in found), default=0)
+            node = found[piece]
+        return len(prompt)
 
     return [reach(request) for request in requests]
 
 
-def summary(run: Run, block_size: int) -> Row:
+def _shared(first: Tokens, second: Tokens) -> int:
+    """Returns the number of tokens that two sequences begin with alike."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def summary(run: Run) -> Row:
     """A row of results: latencies in milliseconds, rates per second, and the share of attainable tokens that were hits."""
     requests = run.requests
     values.require(bool(requests), "run", "of at least one request", run)
-    limits = attainable(requests, block_size)
-    # A request can hit blocks that another one published before its own prefill ended. `attainable` does not count those
-    # blocks, so they must not make up for other blocks that were missed.
+    limits = attainable(requests)
+    # A request can hit what another one published before its own prefill ended. `attainable` does not count those tokens, so
+    # they must not make up for others that were missed.
     reached = sum(min(request.num_cached_tokens, limit) for request, limit in zip(requests, limits, strict=True))
     latencies = dict(
         ttft=[request.ttft for request in requests],

@@ -9,7 +9,7 @@ import jax
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.load.client import Run, serve
 from mamba_align_jax.load.metrics import Row, summary
-from mamba_align_jax.load.workloads import Loop, Workload
+from mamba_align_jax.load.workloads import Agents, Loop, Workload
 
 
 def run_load(engine: Engine, workload: Workload, loop: Loop, seed: int) -> Row:
@@ -17,8 +17,8 @@ def run_load(engine: Engine, workload: Workload, loop: Loop, seed: int) -> Row:
     engine.reset_prefix_cache()
     before = engine.stats
     sessions = workload.sessions(engine.model_config.vocab_size, seed)
-    run = serve(engine, sessions, workload.output, loop)
-    return summary(run, engine.config.block_size) | _counters(engine, before, run)
+    run = serve(engine, sessions, workload.output, loop, agents=workload if isinstance(workload, Agents) else None)
+    return summary(run) | _counters(engine, before, run)
 
 
 def _counters(engine: Engine, before: Any, run: Run) -> Row:

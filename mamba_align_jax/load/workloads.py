@@ -89,7 +89,53 @@ class MultiTurn:
         return [tuple(_draw(rng, size, vocab) for size in sizes) for _ in range(self.conversations)]
 
 
-Workload = PrefixRepetition | MultiTurn
+@dataclass(frozen=True, kw_only=True)
+class Agents:
+    """Agents with the same tools. An answer begins with reasoning, which the prompts of later turns leave out.
+
+    So a turn's prompt is the previous prompt, the end of its answer and some new tokens, and what was computed of the
+    answer is of no use to it. As a server does for chats, the client names the places where prompts part from each other
+    (`SamplingParams.checkpoint_at`).
+
+    Attributes:
+        agents: The number of sessions.
+        turns: The number of turns of each session.
+        tools: The number of tokens of the instructions and tools with which all prompts begin.
+        turn: The number of new tokens of each turn.
+        reasoning: The number of tokens of each answer that later prompts leave out.
+        answer: The number of tokens of each answer that later prompts contain.
+    """
+
+    agents: int = 8
+    turns: int = 20
+    tools: int = 6000
+    turn: int = 200
+    reasoning: int = 500
+    answer: int = 100
+    name: str = field(default="agents", init=False)
+
+    def __post_init__(self) -> None:
+        _check(self, "Agents", agents=1, turns=1, tools=1, turn=1, reasoning=0, answer=1)
+
+    @property
+    def output(self) -> int:
+        """The number of tokens of each answer."""
+        return self.reasoning + self.answer
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest sequence, prompt and answer."""
+        return self.tools + self.turns * (self.turn + self.answer) + self.reasoning
+
+    def sessions(self, vocab: int, seed: int) -> list[Session]:
+        """See `PrefixRepetition.sessions`."""
+        rng = _random(vocab, seed)
+        tools = _draw(rng, self.tools, vocab)
+        turns = [[_draw(rng, self.turn, vocab) for _ in range(self.turns)] for _ in range(self.agents)]
+        return [(tools + first, *others) for first, *others in turns]
+
+
+Workload = PrefixRepetition | MultiTurn | Agents
 
 
 def _check(load: object, kind: str, **minima: int) -> None:

@@ -124,7 +124,7 @@ def test_a_turn_sends_all_that_was_said_before_as_token_ids(chunk):
         # Tokens of one chunk arrive together.
         assert len(set(served.times)) == (4 if chunk == 1 else 2)
         assert served.num_cached_tokens == len(served.prompt) // 8 * 8
-    row = summary(run, 8)
+    row = summary(run)
     assert row["tpot_ms_p50"] > 1
     assert "step_ms_mean" not in row
 
@@ -188,7 +188,7 @@ def test_a_server_that_names_no_models_is_refused(content):
 
 
 def test_the_command_prints_a_row(monkeypatch, capsys):
-    sizes = dict(prompts=6, prefix=16, suffix=4, output=4, concurrency=2, seed=0) | {"block-size": 8, "vocab-size": 256}
+    sizes = dict(prompts=6, prefix=16, suffix=4, output=4, concurrency=2, seed=0) | {"vocab-size": 256}
     with fake() as (world, url):
         monkeypatch.setattr(sys, "argv", ["http_client", url, *(f"--{name}={n}" for name, n in sizes.items())])
         http_client.main()
