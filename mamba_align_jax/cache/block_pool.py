@@ -249,6 +249,12 @@ class BlockPool:
             self._queue(key)[block] = None
         return True
 
+    def use(self, key: bytes) -> None:
+        """Marks the block of `key` as recently used. Nothing happens if it is held or the key is not published."""
+        block = self.find(key)
+        if block is not None and block in (queue := self._queue(key)):
+            queue.move_to_end(block)
+
     def unpublish(self, key: bytes, *, evicted: bool = False) -> int | None:
         """Makes `key` unfindable, and counts it as evicted with `evicted`. Nothing happens if it is not published.
 

@@ -378,13 +378,17 @@ class StateBlockManager:
         return [column for column in wanted if column not in (record.columns if record else held)]
 
     def _keep_hit(self, hit: Hit, keep: Checkpoints | None) -> None:
-        """Makes the boundary on which a request enters not expendable, and those before it that the request keeps."""
+        """Makes the boundary on which a request enters not expendable, and marks it as recently used.
+
+        The same holds for those before it that the request keeps.
+        """
         ends = range(self.block_size, hit.length, self.block_size)
         inside = [at for at in keep.offsets if at in ends] if keep else []
         keys = [hit.chain.at((), at) for at in inside] if hit.chain else []
         for key in [*keys, *self.pool.keys_of([block for _, block in hit.blocks])]:
             if key is not None:
                 self.pool.set_expendable(key, False)
+                self.pool.use(key)
 
     def _offer(self, request: Hashable, record: Holder, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
         """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""

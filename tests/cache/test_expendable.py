@@ -126,6 +126,16 @@ def test_requested_boundaries_inside_a_hit_outlive_the_allocation_for_their_requ
     assert 4 in ends(cache, tokens)[0]
 
 
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_requested_boundaries_inside_hits_outlive_older_states(mode):
+    """The tools of a chat, which its turns ask for, stay cached for other chats while the chat goes on."""
+    cache, tokens = make(8, mode), list(range(90))
+    for turn in range(10):
+        serve(cache, turn, tokens[: 13 + 8 * turn], at=(5,))
+    assert cache.lookup([*tokens[:5], 99]).length == 4
+    assert cache.lookup(tokens[:13]).length == 4, "older turns are evicted"
+
+
 def test_offsets_that_are_no_boundaries_are_ignored():
     cache, tokens = make(), list(range(31))
     serve(cache, "a", tokens)
