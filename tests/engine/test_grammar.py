@@ -4,39 +4,22 @@ import dataclasses
 import itertools
 import json
 import re
-import string
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import tokenizers
 from fakes.engines import launch_ahead
-from fakes.speller import VOCAB, next_token, next_tokens
+from fakes.spelled_grammars import LANGUAGES, TEXTS, allowed, expected, params_of, spelled_tokenizer
+from fakes.speller import VOCAB, next_tokens
 from fakes.stuttering_engine import END, MODEL, SIZES, STEPPING, STUTTER, serve
-from oracles.sampling import adjusted
 
 from mamba_align_jax import Engine, EngineConfig, Grammar, SamplingParams
 from mamba_align_jax.engine.running import core
 from mamba_align_jax.engine.text.grammar_state import GrammarCompiler, GrammarState
-from mamba_align_jax.engine.text.tokenizer import load_tokenizer
 from mamba_align_jax.errors import GrammarError
 
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 pytestmark = pytest.mark.usefixtures("one_program")
-# The speller's tokens as text. Some have several characters, and the last ones are in no text.
-TEXTS = [*string.ascii_lowercase, *string.digits, *'{}[]":,.- ', "ab", "ba", "aab", "true", '":', "}}"]
-TEXTS[END] = "</s>"
-TEXTS += [f"<{number}>" for number in range(VOCAB - len(TEXTS))]
-# All strings of a language whose regular expression is the key's.
-LANGUAGES = {
-    "[ab]{3,9}": ["".join(letters) for n in range(3, 10) for letters in itertools.product("ab", repeat=n)],
-    "(ab|c){1,5}d?": [
-        "".join(parts) + end
-        for n in range(1, 6)
-        for parts in itertools.product(("ab", "c"), repeat=n)
-        for end in ("", "d")
-    ],
-}
 # Only one text matches. llguidance then allows only the tokens into which it would cut that text itself.
 FORCED = "aaaaaaaaaaaaaaaab"
 SCHEMA = {
@@ -53,37 +36,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A tokenizer.json of the speller's tokens."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    vocabulary = {text.replace(" ", "Ġ"): number for number, text in enumerate(TEXTS)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([TEXTS[END], *TEXTS[-3:]])
-    made.save(str(path / "tokenizer.json"))
-    return load_tokenizer(path)
-
-
-def params_of(pattern, **fields):
-    return SamplingParams(**dict(max_tokens=24, grammar=Grammar("regex", pattern)) | fields)
-
-
-def allowed(text, language, ends=(END,)):
-    """The tokens that may follow `text`."""
-    tokens = [n for n, each in enumerate(TEXTS) if any(whole.startswith(text + each) for whole in language)]
-    return sorted([*tokens, *(ends if text in language else ())])
-
-
-def expected(prompt, params):
-    """The greedy tokens after a prompt, one by one."""
-    tokens, language = list(prompt), LANGUAGES[params.grammar.text]
-    while len(tokens) < len(prompt) + params.max_tokens and tokens[len(prompt) :][-1:] != [END]:
-        generated = tokens[len(prompt) :]
-        logits = -((np.arange(VOCAB) - next_token(tokens, STUTTER)) ** 2.0)
-        logits = adjusted(logits, params, prompt, generated)
-        may = allowed("".join(TEXTS[token] for token in generated), language)
-        tokens.append(max(may, key=lambda token: (logits[token], -token)))
-    return tokens[len(prompt) :]
+    return spelled_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def asked(rng):

@@ -26,8 +26,8 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
-from mamba_align_jax.engine.scheduling.tenants import Lines
 from mamba_align_jax.engine.scheduling.waiting import WaitingQueue
+from mamba_align_jax.engine.tenants import Lines
 
 pytestmark = pytest.mark.usefixtures("one_program")
 # Budgets and the room in the pools are drawn without changing what is compiled, so that there are few programs.

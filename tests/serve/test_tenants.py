@@ -20,11 +20,12 @@ async def begun(work):
 
 def test_calls_run_tenant_by_tenant():
     """One of each tenant, whatever a flood has queued before it."""
-    ran, gate = [], threading.Event()
+    ran, gate, is_running = [], threading.Event(), threading.Event()
 
     async def ask():
         work = OneAtATime(64)
-        tasks = [await begun(work.run("a", gate.wait))]
+        tasks = [await begun(work.run("a", lambda: is_running.set() or gate.wait()))]
+        is_running.wait()
         for tenant, count in (("a", 20), ("b", 2), ("c", 1)):
             tasks += [await begun(work.run(tenant, ran.append, (tenant, number))) for number in range(count)]
         gate.set()
@@ -57,11 +58,12 @@ def test_a_tenant_has_half_of_the_places_while_others_wait():
 
 
 def test_a_call_that_is_cancelled_gives_up_its_place():
-    gate, ran = threading.Event(), []
+    gate, is_running, ran = threading.Event(), threading.Event(), []
 
     async def ask():
         work = OneAtATime(3)
-        first = await begun(work.run("a", gate.wait))
+        first = await begun(work.run("a", lambda: is_running.set() or gate.wait()))
+        is_running.wait()
         second = await begun(work.run("a", ran.append, 2))
         third = await begun(work.run("b", ran.append, 3))
         second.cancel()
@@ -88,9 +90,9 @@ def test_whatever_a_function_raises_the_next_one_runs():
 
 def heard(service, monkeypatch):
     """The tenants of the requests that the engine is asked for."""
-    tenants, checked = [], service.serving._checked
+    tenants, submit = [], service.serving._submit
     monkeypatch.setattr(
-        service.serving, "_checked", lambda prompt, params: tenants.append(params.tenant) or checked(prompt, params)
+        service.serving, "_submit", lambda stream, *asked: tenants.append(asked[1].tenant) or submit(stream, *asked)
     )
     return tenants
 

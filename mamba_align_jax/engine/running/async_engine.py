@@ -8,12 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Self
+from typing import Self
 
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.interrupts import ServiceThread, contained, failure
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.engine.scheduling.request import RequestUpdate
+from mamba_align_jax.engine.text.grammar_state import GrammarState
 from mamba_align_jax.engine.text.tokenizer import token_ids
 from mamba_align_jax.errors import EngineDeadError
 
@@ -30,6 +31,7 @@ class _Stream:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.request_id: int | None = None  # known once the engine has the request; written by the engine's thread
+        self.grammar: GrammarState | None = None  # kept, so that the engine's thread need not compile it
         self._update: RequestUpdate | None = None
         self._error: BaseException | None = None
         self._news = asyncio.Event()
@@ -124,14 +126,16 @@ class AsyncEngine:
             QueueFullError: `max_waiting` requests wait already, or half as many of the tenant's while others wait.
             EngineDeadError: The thread has ended, or was never started.
         """
+        stream, core = _Stream(), self.engine.core
         # Long texts and grammars take a while, in which other tasks run.
-        is_slow = isinstance(prompt, str) or (isinstance(params, SamplingParams) and params.grammar is not None)
-        request = (
-            await asyncio.to_thread(contained(self._checked), prompt, params)
-            if is_slow
-            else self._checked(prompt, params)
-        )
-        stream = _Stream()
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(contained(self._encoded), prompt)
+        if isinstance(params, SamplingParams) and params.grammar is not None:
+            stream.grammar = core.grammars.known(params.grammar)
+            if stream.grammar is None:
+                compiling = core.masks.when_idle(params.tenant, contained(partial(core.grammars.check, params.grammar)))
+                stream.grammar = await asyncio.wrap_future(compiling)
+        request = core.checked(prompt, params)
         self._submit(stream, *request)
         try:
             while True:
@@ -162,10 +166,9 @@ class AsyncEngine:
             with contextlib.suppress(RuntimeError):  # an event loop that is closed
                 stream.loop.call_soon_threadsafe(stream.fail, error)
 
-    def _checked(self, prompt: Any, params: Any) -> tuple[tuple[int, ...], SamplingParams]:
-        if isinstance(prompt, str):
-            (prompt,) = token_ids(self.engine.tokenizer, prompt)
-        return self.engine.core.checked(prompt, params)
+    def _encoded(self, prompt: str) -> Sequence[int]:
+        (tokens,) = token_ids(self.engine.tokenizer, prompt)
+        return tokens
 
     def _submit(self, stream: _Stream, prompt: tuple[int, ...], params: SamplingParams) -> None:
         with self._door:

@@ -29,6 +29,7 @@ from mamba_align_jax.engine.running.trace import Tracing
 from mamba_align_jax.engine.running.updates import Updates
 from mamba_align_jax.engine.scheduling.buckets import Bucket
 from mamba_align_jax.engine.scheduling.levels import Level, level_of
+from mamba_align_jax.engine.scheduling.masks import Masks
 from mamba_align_jax.engine.scheduling.request import Request, RequestOutput, RequestUpdate
 from mamba_align_jax.engine.scheduling.scheduler import Row, Scheduler
 from mamba_align_jax.engine.scheduling.stats import Counters
@@ -63,6 +64,8 @@ class EngineCore:
         unread_steps: The steps that were dispatched and not read, the oldest first.
         counters: What has been counted.
         waiting: The requests that wait.
+        grammars: Compiles grammars.
+        masks: Makes their masks.
         reports: Tells a listener what the cache stores and loses.
         requests: The requests that have not ended, by id.
         outputs: The outputs that `Engine.step` has not returned yet, by id.
@@ -83,7 +86,8 @@ class EngineCore:
         if config.prefix_cache != "none":
             warn_of_rounding(config.block_size, [group.name for group in self.align.groups])
             self._watch = BlockSizeWatch(config.block_size, self.align.max_model_len)
-        self._grammars = GrammarCompiler(tokenizer, self.model_config.vocab_size, end_tokens(self.model_config))
+        self.masks = Masks()
+        self.grammars = GrammarCompiler(tokenizer, self.model_config.vocab_size, end_tokens(self.model_config))
         self.counters = Counters(config.num_speculative_tokens)
         self.waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
         self.reports = CacheReports()
@@ -132,6 +136,7 @@ class EngineCore:
             self.waiting,
             max_mixed_tokens=config.max_mixed_tokens,
             counters=self.counters,
+            masks=self.masks,
             fold=lambda slot: self.runner.fold(slot),
         )
 
@@ -167,7 +172,7 @@ class EngineCore:
         _, params = checked
         if params.grammar is not None:
             # Another thread may step the engine while a grammar is compiled.
-            self._grammars.check(params.grammar)
+            self.grammars.check(params.grammar)
         return checked
 
     def add(self, prompt: tuple[int, ...], params: SamplingParams, outbox: dict[int, RequestOutput]) -> int:
@@ -176,7 +181,7 @@ class EngineCore:
         if level_of(params) >= Level.FULL:
             self.runner.make_sampler()
         text = self._text_after(prompt, params)
-        grammar = self._grammars.start(params.grammar) if params.grammar else None
+        grammar = self.grammars.start(params.grammar) if params.grammar else None
         request = Request(next(self._ids), prompt, params, outbox, text=text, grammar=grammar)
         try:
             with self.changing:
@@ -282,6 +287,8 @@ class EngineCore:
             self.unread_steps.append(self.runner.dispatch(plan))
             self._rows_at_work = ()
             scheduler.dispatched(plan)
+        elif not self.unread_steps and plan.awaits_masks:
+            self.masks.await_any([*scheduler.running, *itertools.islice(self.waiting, 1)])
         elif not self.unread_steps and self.waiting and not plan.failed:
             # The checks of `add_request` rule this out.
             scheduler.current = self.waiting.first
@@ -425,5 +432,6 @@ class EngineCore:
         return True
 
     def _forget_drafts(self, request: Request) -> None:
+        self.masks.forget(request)
         if self._drafter is not None:
             self._drafter.forget(request.id)

@@ -3,12 +3,14 @@
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN, Drafter
 from mamba_align_jax.engine.interrupts import failure
+from mamba_align_jax.engine.scheduling.masks import Masks
 from mamba_align_jax.engine.scheduling.request import Request, TokenLogprobs
 from mamba_align_jax.engine.scheduling.stats import Counters
 from mamba_align_jax.engine.scheduling.waiting import WaitingQueue, by_rank
@@ -91,6 +93,7 @@ class Plan:
         prefill: Rows that run known tokens.
         is_short: True if rows were left out because there were too few blocks while results were unread.
         awaits_token: True if a request has no row because its grammar must know a token that is unread.
+        awaits_masks: True if a request has no row because its masks are not made yet.
         failed: The requests for which the drafter or the grammar raised, each with the exception. They have no rows.
     """
 
@@ -98,6 +101,7 @@ class Plan:
     prefill: list[Row] = field(default_factory=list)
     is_short: bool = False
     awaits_token: bool = False
+    awaits_masks: bool = False
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
     @property
@@ -138,6 +142,7 @@ class Scheduler:
         *,
         max_mixed_tokens: int | None = None,
         counters: Counters | None = None,
+        masks: Masks | None = None,
         fold: Callable[[int], object] = lambda slot: None,
     ) -> None:
         """Makes a scheduler without requests.
@@ -152,6 +157,7 @@ class Scheduler:
             waiting: The queue of requests; a new one without limits if None.
             max_mixed_tokens: Number of tokens of the prefill rows in a step that has decode rows too; None is the same.
             counters: The engine's counters, in which preemptions are counted; new ones if None.
+            masks: Makes the masks of grammars; a new one if None.
             fold: Starts the fold of a slot under policy "deferred", whose request leaves on a boundary that no step has
                 folded.
         """
@@ -165,6 +171,7 @@ class Scheduler:
         # By rank: rows are planned from the front on, and the last request is preempted first.
         self.running: list[Request] = []
         self.counters = counters or Counters()
+        self.masks = masks or Masks()
         self.current: Request | None = None
         self._fold = fold
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -187,10 +194,11 @@ class Scheduler:
         """
         while True:
             plan = Plan()
+            self._begin_masks()
             self._plan_decode(plan, settled)
             self._plan_prefill(plan)
             self.current = None
-            if plan.rows or plan.failed or not self.running or not settled:
+            if plan.rows or plan.failed or plan.awaits_masks or not self.running or not settled:
                 return plan
             # The running requests wait for each other's blocks, in the middle of their prompts.
             self._preempt(self.running[-1])
@@ -228,6 +236,7 @@ class Scheduler:
         """Removes a request that finished or was aborted, and frees exactly its blocks."""
         if self.drafter is not None:
             self.drafter.forget(request.id)
+        self.masks.forget(request)
         if request.slot < 0:
             self.waiting.remove(request)
         else:
@@ -249,12 +258,23 @@ class Scheduler:
         self.waiting.put_back(request)
         self.counters.add(preemptions=1)
 
+    def _begin_masks(self) -> None:
+        """Begins the masks of all requests that decode, and waits for the cheap ones."""
+        decoding = [
+            request
+            for request in self.running
+            if request.grammar and not request.num_ahead and not request.is_prefilling and _room(request) > 0
+        ]
+        for request in decoding:
+            self.current = request
+            self.masks.begin(request, partial(self._drafts, request, _room(request) - 1))
+        self.current = None
+        self.masks.await_cheap(decoding)
+
     def _plan_decode(self, plan: Plan, settled: bool) -> None:
         for request in list(self.running):
             self.current = request
-            # A step samples one token more than it accepts. max_tokens keeps the request within max_model_len, drafts
-            # included.
-            room = request.max_length - request.max_computed - 1
+            room = _room(request)
             if request.is_prefilling or room < 1:
                 continue
             if request.grammar and request.num_ahead:
@@ -262,11 +282,14 @@ class Scheduler:
                 plan.awaits_token = True
                 continue
             try:
-                drafts = self._drafts(request, room - 1)
-                drafts, masks = _allowed(request, drafts)
+                allowed = self.masks.find(request) if request.grammar else (self._drafts(request, room - 1), None)
             except BaseException as raised:
                 plan.failed.append((request, failure(raised)))
                 continue
+            if allowed is None:
+                plan.awaits_masks = True
+                continue
+            drafts, masks = allowed
             while (row := self._verify_row(request, drafts)) is None:
                 # Drafts are given up before any request is preempted for them.
                 if drafts:
@@ -367,13 +390,20 @@ class Scheduler:
         if end == 0:
             return 0, False
         masks = None
-        if end == request.prefill_end:
+        if end == request.prefill_end and request.grammar:
             try:
                 # Before anything is allocated, so that a request whose grammar fails ends without a trace.
-                _, masks = _allowed(request, [])
+                self.masks.begin(request, list)
+                self.masks.await_cheap([request])
+                allowed = self.masks.find(request)
             except BaseException as raised:
                 plan.failed.append((request, failure(raised)))
                 return 0, False
+            if allowed is None:
+                plan.awaits_masks = True
+                return 0, False
+            # Masks that were made with drafts before a preemption begin with the one that is wanted.
+            masks = allowed[1][:1]
         allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit, keep=request.keep)
         lacks_blocks = allocation is None
         if lacks_blocks and (end := self.cache.shorter_end(request.id, start, end, hit)):
@@ -390,8 +420,9 @@ class Scheduler:
         return end - start, lacks_blocks
 
 
-def _allowed(request: Request, drafts: list[int]) -> tuple[list[int], np.ndarray | None]:
-    """Returns the drafts that the request's grammar allows, and `Row.masks`."""
-    if request.grammar is None:
-        return drafts, None
-    return request.grammar.allow(request.tokens, len(request.prompt), drafts)
+def _room(request: Request) -> int:
+    """Returns how many tokens a step may add, drafts included.
+
+    A step samples one token more than it accepts. max_tokens keeps the request within max_model_len.
+    """
+    return request.max_length - request.max_computed - 1

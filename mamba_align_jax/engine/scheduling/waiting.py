@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from mamba_align_jax.engine.scheduling.request import Request
-from mamba_align_jax.engine.scheduling.tenants import Lines, has_room
+from mamba_align_jax.engine.tenants import Lines, has_room
 from mamba_align_jax.errors import QueueFullError
 
 by_rank = attrgetter("rank")

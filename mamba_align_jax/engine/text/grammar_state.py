@@ -3,7 +3,12 @@
 llguidance (https://github.com/guidance-ai/llguidance) says which tokens a grammar allows. It runs on the host.
 """
 
+import contextlib
 import functools
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,10 +21,23 @@ from mamba_align_jax.errors import FieldError, GrammarError
 
 # What may stand between the parts of a JSON text. Any amount would let a model write spaces for ever.
 _WHITESPACE = " ?"
+# Seconds of CPU time that a request's masks may take: together, and more for each of them. Those of usual grammars take less
+# than a millisecond each, so a request on a busy machine never comes near.
+_REQUEST_S, _TOKEN_S = 1.0, 0.005
+# Up to this mean cost of a mask, in seconds of CPU time, a grammar is cheap.
+_CHEAP_S = 0.002
+# llguidance's limits of what a grammar may become, where its own are larger: a state of its lexer takes 1 to 2 KB.
+_MAX_LEXER_STATES = 50_000
+# The number of grammars that are kept although no request has them.
+_MAX_KEPT = 32
 
 
 class GrammarState:
-    """The state of one request's grammar, which follows from the request's tokens."""
+    """The state of one request's grammar, which follows from the request's tokens. One thread at a time may use it.
+
+    Attributes:
+        cost_s: Seconds of CPU time that its masks have taken.
+    """
 
     def __init__(self, matcher: Any, vocab_size: int, end_tokens: Collection[int]) -> None:
         """Starts before the first generated token.
@@ -33,6 +51,25 @@ class GrammarState:
         # The number of tokens that the matcher has read; None if a call was cut off, so that it is unknown.
         self._num_read: int | None = 0
         self._error: Exception | None = None
+        self._first: np.ndarray | None = None
+        self.cost_s, self._num_masks = 0.0, 0
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether the masks have cost so little that the next one can be waited for."""
+        return self.cost_s <= _CHEAP_S * (1 + self._num_masks)
+
+    def keep_first(self) -> None:
+        """Makes the mask before the first token, which is the same for all copies. What it raises, `allow` raises again."""
+        with contextlib.suppress(Exception):
+            _, self._first = self.allow((), 0)
+
+    def copy(self) -> "GrammarState":
+        """Returns the same state for another request. Its first mask counts as its own."""
+        other = GrammarState(self._matcher.deep_copy(), self._vocab_size, self._end_tokens)
+        other._first, other._error = self._first, self._error
+        other.cost_s, other._num_masks = self.cost_s, self._num_masks
+        return other
 
     def allow(self, tokens: Sequence[int], start: int, drafts: Sequence[int] = ()) -> tuple[list[int], np.ndarray]:
         """Says which tokens may follow.
@@ -48,16 +85,31 @@ class GrammarState:
             whether token t may. int32 [1 + drafts, words]
 
         Raises:
-            GrammarError: No token may follow, or the grammar is too complex.
+            GrammarError: No token may follow, or the grammar is too complex, or its masks have taken too long.
             Exception: llguidance's. A state that has raised is not used again, and raises the same.
         """
         if self._error is not None:
             raise self._error
+        if self._first is not None and len(tokens) == start and not drafts:
+            return [], self._first
+        begin = time.thread_time()
         try:
-            return self._allow(tokens, start, drafts)
+            allowed = self._allow(tokens, start, drafts)
+            self.cost_s += time.thread_time() - begin
+            self._num_masks += len(allowed[1])
+            self._check_cost()
         except BaseException as raised:
             self._error = failure(raised)
             raise self._error  # noqa: B904
+        return allowed
+
+    def _check_cost(self) -> None:
+        limit = _REQUEST_S + _TOKEN_S * self._num_masks
+        if self.cost_s > limit:
+            raise GrammarError(
+                f"grammar: it is too complex: {self._num_masks} masks have taken {self.cost_s:.2g} s of CPU time, "
+                f"and at most {limit:.2g} s are allowed"
+            )
 
     def _allow(self, tokens: Sequence[int], start: int, drafts: Sequence[int]) -> tuple[list[int], np.ndarray]:
         self._read(tokens, start)
@@ -98,7 +150,7 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model and its tokenizer. It keeps the last 32 that it has compiled."""
+    """Compiles grammars for one model and its tokenizer. It keeps those that are in use, and the last 32. For any thread."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -> None:
         """Takes note of the model. Nothing is loaded before the first grammar comes.
@@ -110,21 +162,37 @@ class GrammarCompiler:
         """
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
         self._vocabulary = functools.cache(self._load_vocabulary)
-        self._compiled = functools.lru_cache(32)(self._compile)
+        self._known: weakref.WeakValueDictionary[Grammar, GrammarState] = weakref.WeakValueDictionary()
+        self._last: deque[GrammarState] = deque(maxlen=_MAX_KEPT)
+        self._lock = threading.Lock()
 
-    def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar, which a later call of `start` may use.
+    def known(self, grammar: Grammar) -> GrammarState | None:
+        """Returns what `check` would, if the grammar is compiled already."""
+        with self._lock:
+            return self._known.get(grammar)
+
+    def check(self, grammar: Grammar) -> GrammarState:
+        """Compiles a grammar, unless it is known, and returns its first state, which no request may use.
+
+        As long as someone holds that, a later call of `start` compiles nothing.
 
         Raises:
             ValueError: The grammar is wrong, or the engine can't use any: it has no tokenizer.json, the model has no end
                 token, or llguidance isn't installed.
         """
-        self._compiled(grammar)
+        found = self.known(grammar)
+        if found is None:
+            found = GrammarState(self._compile(grammar), self._vocab_size, self._end_tokens)
+            found.keep_first()
+            with self._lock:
+                self._known[grammar] = found
+        self._last.append(found)
+        return found
 
     def start(self, grammar: Grammar) -> GrammarState:
         """Returns the state of a grammar before the first token. Raises what `check` raises."""
         try:
-            return GrammarState(self._compiled(grammar).deep_copy(), self._vocab_size, self._end_tokens)
+            return self.check(grammar).copy()
         except BaseException as raised:
             raise failure(raised)  # noqa: B904
 
@@ -146,8 +214,9 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> Any:
         vocabulary = self._vocabulary()
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         try:
             if grammar.kind == "regex":
                 text = LLMatcher.grammar_from_regex(grammar.text)
@@ -156,7 +225,7 @@ class GrammarCompiler:
             else:
                 schema = grammar.text or '{"type": "object"}'
                 text = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
-            matcher = LLMatcher(vocabulary, text, log_level=0)
+            matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
             error = matcher.get_error()
         except BaseException as raised:
             error = failure(raised)
