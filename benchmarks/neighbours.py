@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -106,17 +107,51 @@ def _is_open(connection: socket.socket) -> bool:
     return False
 
 
+def grammar_bombs(url: str) -> Iterator[None]:
+    """Asks for answers of a schema that is short, and each of whose masks takes many milliseconds, from 20 addresses."""
+    schema = {"type": "string", "pattern": "^((a{40}){40}){40}$"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": schema}}
+    message = {"role": "user", "content": "x"}
+    body = json.dumps({"messages": [message], "max_tokens": 256, "response_format": wanted}).encode()
+    yield from _flood(url, "/v1/chat/completions", body, [f"127.0.0.{number}" for number in range(2, 22)])
+
+
+def one_tenants_flood(url: str) -> Iterator[None]:
+    """Asks for 16 answers to each of 30 prompts from one address, again and again."""
+    body = json.dumps({"prompt": ["x"] * 30, "n": 16, "max_tokens": 64, "ignore_eos": True}).encode()
+    yield from _flood(url, "/v1/completions", body, ["127.0.0.2"])
+
+
+def _flood(url: str, path: str, body: bytes, addresses: Sequence[str]) -> Iterator[None]:
+    """Sends a call from each address, and another one as soon as it was answered."""
+
+    def send(address: str) -> None:
+        while True:
+            _post(url, path, body, address)
+
+    for address in addresses:
+        threading.Thread(target=send, args=(address,), daemon=True).start()
+    time.sleep(3.0)
+    yield
+    threading.Event().wait()
+
+
 CASES = {
     "large bodies": Case("one client sends bodies of 4 MB, one after the other", large_bodies),
     "idle connections": Case("1,100 connections are open and send nothing", idle_connections),
+    "grammar bombs": Case("20 tenants ask for a schema whose masks are dear", grammar_bombs, ("--max-num-seqs=32",)),
+    "one tenant's flood": Case("one tenant asks for 480 answers at a time", one_tenants_flood, ("--max-num-seqs=8",)),
 }
 
 
-def _post(url: str, path: str, body: bytes) -> None:
-    """Sends a call, and reads its answer, whatever it is."""
+def _post(url: str, path: str, body: bytes, address: str = "") -> None:
+    """Sends a call, from an address of this machine if one is given, and reads its answer, whatever it is."""
     host, port = url.removeprefix("http://").split(":")
     head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=60) as connection:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((host, int(port)), timeout=600, source_address=(address, 0)) as connection,
+    ):
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         while connection.recv(2**16):
             pass
@@ -169,15 +204,15 @@ def harmed(case: str, url: str) -> Iterator[None]:
         process.wait()
 
 
-def gaps(url: str, seconds: float) -> list[float]:
-    """Streams answers for a while, and returns the seconds between their tokens.
+def gaps(url: str, seconds: float) -> tuple[list[float], list[float]]:
+    """Streams answers for a while. Returns the seconds between their tokens, and those before the first one of each.
 
     A call that the server refuses or cuts raises an OSError: a neighbour must not notice.
     """
-    server, found, end = Server(url, "byte_model"), [], time.perf_counter() + seconds
+    server, found, firsts, end = Server(url, "byte_model"), [], [], time.perf_counter() + seconds
     body = dict(prompt=_PROMPT, max_tokens=_TOKENS, temperature=0, ignore_eos=True, stream=True)
     while time.perf_counter() < end:
-        times = []
+        times, begin = [], time.perf_counter()
         with server.request("/completions", body) as response:
             for line in response:
                 if line.startswith(b'data: {"error"'):
@@ -185,7 +220,8 @@ def gaps(url: str, seconds: float) -> list[float]:
                 if line.startswith(b"data: {"):
                     times.append(time.perf_counter())
         found += [after - before for before, after in itertools.pairwise(times)]
-    return found
+        firsts.append(times[0] - begin)
+    return found, firsts
 
 
 def measure(name: str, seconds: float) -> Row:
@@ -194,16 +230,17 @@ def measure(name: str, seconds: float) -> Row:
     row: Row = {"case": f"neighbours {name}", "about": case.about, "seconds": seconds}
     with served(case.options) as url:
         gaps(url, 1.0)
-        row |= _numbers("without", gaps(url, seconds))
+        row |= _numbers("without", *gaps(url, seconds))
         with harmed(name, url):
-            row |= _numbers("with", gaps(url, seconds))
+            row |= _numbers("with", *gaps(url, seconds))
     row["p50_ratio"] = row["gap_ms_p50_with"] / row["gap_ms_p50_without"]
     return row
 
 
-def _numbers(which: str, found: Sequence[float]) -> Row:
+def _numbers(which: str, found: Sequence[float], firsts: Sequence[float]) -> Row:
     percentile = lambda percent: 1e3 * float(np.percentile(found, percent))
     row = {f"gap_ms_p{percent}_{which}": percentile(percent) for percent in (50, 99)}
+    row |= {f"first_ms_p50_{which}": 1e3 * statistics.median(firsts), f"first_ms_max_{which}": 1e3 * max(firsts)}
     return row | {f"gap_ms_max_{which}": 1e3 * max(found), f"gap_ms_mean_{which}": 1e3 * statistics.fmean(found)}
 
 
@@ -240,6 +277,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
             f"{row[f'gap_ms_p50_{which}']:.1f} and {row[f'gap_ms_p99_{which}']:.1f} ms" for which in ("without", "with")
         )
         print(f"{name}: p50 and p99 of the neighbour's gaps {without} alone, {beside} beside", flush=True)
+        print(
+            f"  first token {row['first_ms_p50_without']:.0f} ms alone, {row['first_ms_p50_with']:.0f} ms beside",
+            flush=True,
+        )
     return rows
 
 
