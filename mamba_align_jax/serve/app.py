@@ -81,6 +81,8 @@ def create_app(
         exception_handlers=_handlers(service),
         lifespan=lifespan,
     )
+    # A redirection would lead to whatever host the call names.
+    app.router.redirect_slashes = False
     app.state.service = service
     return app
 

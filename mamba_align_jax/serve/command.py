@@ -27,6 +27,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="the address to listen at; 0.0.0.0 is all (default: %(default)s)")
     add("--port", type=int, default=8000, help="the port; 0 takes a free one (default: %(default)s)")
+    text = "another name by which clients call the server, as its proxy's; without any, a server that listens on more than "
+    text += "this machine takes all names"
+    add("--allowed-host", nargs="+", action="extend", default=[], metavar="HOST", help=text)
     text = "the model's names in the API, of which answers have the first; default: ORG/NAME, or its directory's"
     add("--served-model-name", nargs="+", metavar="NAME", help=text)
     add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="keys that clients may have")
@@ -221,6 +224,7 @@ def make_settings(options: argparse.Namespace) -> Settings:
     return Settings(
         model_name=name,
         model_aliases=tuple(aliases),
+        allowed_hosts=tuple(options.allowed_host),
         seed=options.seed,
         api_keys=tuple(keys),
         sampling_defaults=defaults,

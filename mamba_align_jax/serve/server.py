@@ -6,16 +6,20 @@ import functools
 import math
 import signal
 import socket
+import threading
+from types import FrameType
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
 from mamba_align_jax.serve.limits.connections import BACKLOG, GuardedProtocol, max_connections
+from mamba_align_jax.serve.limits.hosts import Hosts
 from mamba_align_jax.serve.settings import Limits
 
 _LAST_STEP_S = 2  # for the engine to end the calls that have no more time
 _LAST_WORDS_S = 5  # for that and the answers to them
+_LOOK_S = 0.1  # between two looks whether the process was told to stop again
 _ACCEPTING_TURNS = 8  # of the event loop, of which a new connection needs four
 
 
@@ -25,6 +29,15 @@ class _DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: Starlette, drain_s: float) -> None:
         super().__init__(config)
         self._service, self._drain_s = app.state.service, drain_s
+        self._is_hurried = threading.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See `uvicorn.Server`. It is called by signals. A second SIGINT ends all calls, and a third the process."""
+        if sig == signal.SIGINT and self.should_exit and not self._is_hurried.is_set():
+            self._is_hurried.set()
+            self._captured_signals.append(sig)
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`. It is called when the server is told to stop."""
@@ -38,7 +51,10 @@ class _DrainingServer(uvicorn.Server):
             ending.cancel()
 
     async def _end_late_calls(self) -> None:
-        await asyncio.sleep(self._drain_s)
+        end = asyncio.get_running_loop().time() + self._drain_s
+        # A signal's handler can't wake the loop.
+        while not self._is_hurried.is_set() and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(min(_LOOK_S, self._drain_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_STEP_S):
                 await self._service.serving.shutdown(drain=False)
@@ -62,12 +78,13 @@ def make_server(
     these limits. Host "0.0.0.0" is all addresses, and port 0 a free one. `log_config` says how the process logs, as
     `logging.config.dictConfig` takes it; None leaves it as it is.
     """
-    refused, num_calls = app.state.service.metrics.refused, max_connections(limits.connections)
+    service, num_calls = app.state.service, max_connections(limits.connections)
+    hosts = Hosts(host, service.settings.allowed_hosts)
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=functools.partial(GuardedProtocol, limits, num_calls, refused),  # type: ignore[arg-type]
+        http=functools.partial(GuardedProtocol, limits, hosts, num_calls, service.metrics.refused),  # type: ignore[arg-type]
         backlog=BACKLOG,
         ws="none",
         lifespan="on",
@@ -80,7 +97,7 @@ def make_server(
 
 
 def run(server: uvicorn.Server) -> None:
-    """Runs a server until SIGINT or SIGTERM, and drains it. A second SIGINT ends it at once."""
+    """Runs a server until SIGINT or SIGTERM, and drains it. A second SIGINT ends the calls that run at once."""
     # uvicorn handles the signals and sends them again when it has drained. Then there is nothing left to do.
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: None) for number in signals]

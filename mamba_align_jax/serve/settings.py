@@ -59,6 +59,8 @@ class Settings:
     Attributes:
         model_name: The model's name in the API and in metrics.
         model_aliases: Other names by which calls may mean it. Answers have `model_name`.
+        allowed_hosts: The names by which clients may call the server, in the headers `host` and `origin`, besides those of
+            this machine. Without any, a server that listens on more than this machine does not check them.
         api_keys: The keys that clients may have; without any, no key is asked for. Clients with different keys never
             share cached prefixes.
         sampling_defaults: Fields of `SamplingParams` for calls that leave them out, as
@@ -77,6 +79,7 @@ class Settings:
 
     model_name: str = "model"
     model_aliases: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
@@ -89,6 +92,7 @@ class Settings:
     def __post_init__(self) -> None:
         values.require(bool(values.text("model_name", self.model_name)), "model_name", "text", self.model_name)
         object.__setattr__(self, "model_aliases", values.texts("model_aliases", self.model_aliases))
+        object.__setattr__(self, "allowed_hosts", values.texts("allowed_hosts", self.allowed_hosts))
         object.__setattr__(self, "seed", values.optional_integer("seed", self.seed, 0))
         is_sequence = isinstance(self.api_keys, tuple | list)
         values.require(is_sequence, "api_keys", "a sequence of keys", type(self.api_keys))

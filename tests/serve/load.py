@@ -77,8 +77,10 @@ class Call:
 
     async def send(self, body, key=KEY, path="/v1/completions", length=None):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nauthorization: Bearer {key}\r\n"
-        self.writer.write(f"{head}content-length: {length or len(content)}\r\n\r\n".encode() + content)
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        self.writer.write(
+            f"{head}authorization: Bearer {key}\r\ncontent-length: {length or len(content)}\r\n\r\n".encode() + content
+        )
         with contextlib.suppress(ConnectionError):
             await self.writer.drain()
 

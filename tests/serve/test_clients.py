@@ -3,7 +3,7 @@
 import contextlib
 import json
 import random
-import re
+import signal
 import socket
 import threading
 import time
@@ -11,52 +11,13 @@ from dataclasses import replace
 
 import pytest
 from fakes.http import Served, parse_events, wait_until
+from fakes.raw_http import LONG, call, connect, head, read_answer, read_to_end, refused, status_and_code
 from serve.conftest import KEYS, LIMITS
 
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Limits, Settings
-
-LONG = {"prompt": "def read(self):", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
-
-
-def connect(served):
-    return socket.create_connection(("127.0.0.1", served.port), timeout=300)
-
-
-def head(length):
-    kind = "content-type: application/json"
-    lines = ("POST /v1/completions HTTP/1.1", "host: x", kind, f"content-length: {length}", "", "")
-    return "\r\n".join(lines).encode()
-
-
-def call(content):
-    body = json.dumps(content).encode()
-    return head(len(body)) + body
-
-
-def read_to_end(connection):
-    parts = []
-    while part := connection.recv(2**16):
-        parts.append(part)
-    return b"".join(parts)
-
-
-def read_answer(connection):
-    """Reads one answer, which may come in parts, and leaves the connection open."""
-    data = b""
-    while not (end := data.find(b"\r\n\r\n")) + 1:
-        data += connection.recv(2**16)
-    length = int(re.search(rb"content-length: (\d+)", data).group(1))
-    while len(data) < end + 4 + length:
-        data += connection.recv(2**16)
-    return data
-
-
-def status_and_code(data):
-    first, _, rest = data.partition(b"\r\n")
-    return int(first.split()[1]), json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["code"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -157,15 +118,9 @@ def test_what_is_no_http_is_refused(served, sent):
     assert refused(served, 400, "no_http") == before + 1
 
 
-def refused(served, status, code):
-    """How many calls were refused for a reason."""
-    served.client.get("/nowhere")  # a metric without any count is not shown
-    return served.metric("mamba_align:refused_calls_total", status=str(status), code=code)
-
-
 @pytest.mark.parametrize(("excess", "wanted"), [(0, 200), (1, 431)])
 def test_a_head_that_comes_in_one_piece_has_the_same_limit(served, excess, wanted):
-    begin, end = b"GET /health HTTP/1.1\r\nhost: x\r\nx: ", b"\r\n\r\n"
+    begin, end = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ", b"\r\n\r\n"
     with connect(served) as connection:
         connection.sendall(begin + b"a" * (LIMITS.head_bytes + excess - len(begin) - len(end)) + end)
         if wanted == 200:
@@ -233,22 +188,22 @@ def test_a_call_that_does_not_wait_for_the_answer_before_it_ends_both(served):
 def test_upgrades_are_answered_as_other_calls(served, wish, cut):
     """Whether a body comes with its head or after it, or there is none. A client may wish for HTTP/2 with each call."""
     if cut is None:
-        sent = [b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"]
+        sent = [b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"]
     else:
         whole = call({"prompt": "x", "max_tokens": 1})
         sent = [whole[:cut], whole[cut:]]
-    wished = b"\r\nconnection: " + wish + b"\r\nhost: x\r\n"
+    wished = b"\r\nconnection: " + wish + b"\r\nhost: localhost\r\n"
     with connect(served) as connection:
         for _ in range(1 if b"close" in wish else 2):
             for part in sent:
-                connection.sendall(part.replace(b"\r\nhost: x\r\n", wished))
+                connection.sendall(part.replace(b"\r\nhost: localhost\r\n", wished))
                 time.sleep(0.05)
             assert b" 200 " in read_answer(connection).partition(b"\r\n")[0]
 
 
 def test_no_connection_to_another_server_is_made(served):
     with connect(served) as connection:
-        connection.sendall(b"CONNECT example.org:80 HTTP/1.1\r\nhost: example.org:80\r\n\r\n")
+        connection.sendall(b"CONNECT example.org:80 HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert status_and_code(read_to_end(connection)) == (400, "no_http")
 
 
@@ -566,3 +521,39 @@ def test_a_dead_engine_is_said(engine):
         for path in ("/health", "/ready"):
             response = served.client.get(path)
             assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+
+
+def test_a_client_that_sends_more_than_it_may_reads_why(served):
+    """The system would tell it of an error instead if the connection were closed before the rest has come."""
+    body = b"x" * (64 * LIMITS.body_bytes)
+    with connect(served) as connection:
+        connection.sendall(head(len(body)))
+        time.sleep(0.1)
+        connection.sendall(body)
+        assert status_and_code(read_to_end(connection)) == (413, "body_too_large")
+
+
+def test_a_second_interrupt_ends_calls_at_once_and_tells_them_why(engine, caplog):
+    limits, replies = replace(LIMITS, drain_s=600), []
+    with Served(engine, Settings(warmup="none", limits=limits)) as served:
+        threads = [
+            threading.Thread(target=lambda: replies.append(served.new_client().post("/v1/completions", json=LONG)))
+            for _ in range(20)
+        ]
+        with served.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: len(engine.scheduler.running) + len(engine.scheduler.waiting) == 21)
+            begin = time.monotonic()
+            for _ in range(2):
+                served.server.handle_exit(signal.SIGINT, None)
+            stream.read()
+            for thread in threads:
+                thread.join()
+            assert time.monotonic() - begin < 60
+        served.thread.join(60)
+        assert not served.thread.is_alive()
+    assert {(reply.status_code, reply.json()["error"]["code"]) for reply in replies} == {(503, "stopping")}
+    assert len(replies) == 20
+    assert parse_events(stream.text)[-1]["error"]["code"] == "stopping"
+    assert not [record for record in caplog.records if record.exc_info]

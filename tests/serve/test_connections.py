@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 from fakes.http import Served, wait_until
+from fakes.raw_http import LONG, call, connect, read_answer, read_to_end, refused, status_and_code
 from serve.conftest import LIMITS
-from serve.test_clients import LONG, call, connect, read_answer, read_to_end, refused, status_and_code
 
 from mamba_align_jax.serve.limits.connections import BACKLOG, RESERVED, max_connections
 from mamba_align_jax.serve.settings import Settings
@@ -52,10 +52,10 @@ def test_idle_connections_give_way_to_new_ones_the_oldest_first(served, sent):
 
 def test_a_connection_that_has_just_been_used_does_not_give_way(served):
     with many(served, LIMITS.connections + RESERVED) as (first, *_):
-        first.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        first.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b" 200 " in read_answer(first)
         with many(served, LIMITS.connections):
-            first.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            first.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert b" 200 " in read_answer(first)
 
 
@@ -93,7 +93,7 @@ def test_clients_that_leave_their_answers_unread_give_way(engine):
                 one.setblocking(False)
                 with contextlib.suppress(OSError):  # A call that does not wait for the answer before it ends both.
                     for _ in range(20):
-                        one.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+                        one.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
                         time.sleep(0.01)
             served.client = served.new_client(headers={"connection": "close"})
             for _ in range(3):
@@ -128,7 +128,9 @@ def test_a_server_with_few_descriptors_answers_beside_more_connections_than_it_c
                 # A chat needs pipes to the process that renders it.
                 content = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
                 connection.sendall(
-                    call(content).replace(b"completions", b"chat/completions").replace(b"host: x", b"host: 127.0.0.1")
+                    call(content)
+                    .replace(b"completions", b"chat/completions")
+                    .replace(b"host: localhost", b"host: 127.0.0.1")
                 )
                 assert b" 200 " in read_answer(connection)
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from mamba_align_jax.serve.limits.hosts import Hosts
 from mamba_align_jax.serve.refusals import Refusal, to_json
 from mamba_align_jax.serve.settings import Limits
 
@@ -25,6 +26,7 @@ RESERVED = 32
 BACKLOG = 128
 # Descriptors that are left for files, and for the pipes of other processes.
 _SPARE = 64
+_LINGER_S = 2  # for the rest of a call that was answered
 _LAST_CALL_S = 0.25  # for calls that are on their way when the server is told to stop
 
 
@@ -77,24 +79,26 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(
         self,
         limits: Limits,
+        hosts: Hosts,
         num_calls: int,
         on_refusal: Callable[[int, str | None], object],
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Takes the limits, and what uvicorn gives to its own protocol.
+        """Takes the limits, the hosts that calls may name, and what uvicorn gives to its own protocol.
 
         `num_calls` is how many connections may have calls at once: see `max_connections`. `on_refusal` is told each
         refusal's status and code.
         """
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
-        self._limits, self._num_calls, self._on_refusal = limits, num_calls, on_refusal
+        self._limits, self._hosts, self._num_calls, self._on_refusal = limits, hosts, num_calls, on_refusal
         # The event loop has one time for all that it accepts at once.
         self._idle_since = time.monotonic_ns()
         self._head_bytes = 0
         self._is_in_body = False
         self._is_refused = False
+        self._is_last = False
         self._is_stopping = False
         self._has_given_way = False
         # It runs while a head is awaited, and while the rest of a body is whose call was refused already.
@@ -159,11 +163,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         if self._is_parsed_again():
             return
-        if self._is_one_too_many():
-            self._refuse(_too_many())
-            return
         self._is_in_body = True
+        try:
+            self._check_head()
+        except Refusal as refusal:
+            self._refuse(refusal)
+            return
         super().on_headers_complete()
+        self.cycle.transport = _Lingering(self)  # type: ignore[assignment]
         if self._is_stopping and self.cycle is not None:
             self.cycle.keep_alive = False
 
@@ -176,10 +183,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Takes note that a call is complete."""
         self._head_bytes = 0
-        if self._is_parsed_again() or self._is_refused:
+        if self._is_parsed_again():
             return
         self._is_in_body = False
-        super().on_message_complete()
+        if self._is_last:
+            self.transport.close()
+        if not self._is_refused:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Takes note that a call was answered."""
@@ -203,12 +213,30 @@ class GuardedProtocol(HttpToolsProtocol):
         oldest.transport.abort()
         return True
 
-    def _is_one_too_many(self) -> bool:
-        """Whether the call whose head is complete must be refused, because as many as allowed have calls already."""
+    def _check_head(self) -> None:
+        """Raises a Refusal of the call whose head is complete, unless it asks whether the process lives.
+
+        Its host may be unknown, or as many connections as allowed have calls already.
+        """
         path = self.url.partition(b"?")[0].decode("latin-1")
-        if len(self.connections) <= self._num_calls or (path.rstrip("/") in PROBES):
-            return False
-        return sum(not one._is_between_calls() for one in self.connections) >= self._num_calls
+        if path in PROBES:
+            return
+        self._hosts.check(self.headers)
+        if len(self.connections) > self._num_calls:
+            busy = sum(not one._is_between_calls() for one in self.connections)
+            if busy >= self._num_calls:
+                raise _too_many()
+
+    def close_after_body(self) -> None:
+        """Closes the connection after the rest of its last call, or soon.
+
+        The system would tell a client that is still sending of an error, and drop the answer that it has not read yet.
+        """
+        if self._is_in_body:
+            self._is_last = True
+            self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is no HTTP."""
@@ -226,7 +254,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _close_between_calls(self) -> None:
-        if self._is_between_calls():
+        if self._is_between_calls() and not self._is_last:
             self.transport.close()
 
     def pause_writing(self) -> None:
@@ -283,10 +311,23 @@ class GuardedProtocol(HttpToolsProtocol):
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self._on_refusal(refusal.status, refusal.code)
         self.transport.write(STATUS_LINE[refusal.status] + head + body)
-        self.transport.close()
+        self.close_after_body()
 
     def _stop_timers(self) -> None:
         self._head_timer, self._send_timer = _stopped(self._head_timer), _stopped(self._send_timer)
+
+
+class _Lingering:
+    """A connection's transport, for a call: what closes it lets the client finish its call first."""
+
+    def __init__(self, protocol: GuardedProtocol) -> None:
+        self._protocol = protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol.transport, name)
+
+    def close(self) -> None:
+        self._protocol.close_after_body()
 
 
 def _too_many() -> Refusal:
