@@ -92,7 +92,9 @@ class Processes:
         values.integer("num_processes", num_processes, 1)
         values.integer("process_id", process_id, 0, num_processes - 1)
         if not jax.distributed.is_initialized():
-            jax.distributed.initialize(coordinator, num_processes, process_id, local_device_ids)
+            # Process 0 would otherwise listen on all networks, and whoever reaches its service can end all processes.
+            named = dict(coordinator_bind_address=coordinator) if process_id == 0 else {}
+            jax.distributed.initialize(coordinator, num_processes, process_id, local_device_ids, **named)
         found = jax.process_count(), jax.process_index()
         given, wanted = (num_processes, process_id), f"those that JAX was given, {found}"
         values.require(found == given, "num_processes and process_id", wanted, given)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from fakes.http import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -567,3 +568,88 @@ def test_a_served_engine_tells_routers_what_it_has_cached(engine, tmp_path):
         finally:
             engine.on_cache_event(None)
             reader.close()
+
+
+@contextlib.contextmanager
+def asking(publisher):
+    """A socket that asks for batches again."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(publisher.replay_endpoint)
+        yield socket
+
+
+def test_what_is_published_waits_for_a_share_of_an_answer_only(publishers, readers):
+    """A stranger asks for everything, again and again, and reads nothing."""
+    publisher, count = publishers(), 3000
+    for number in range(count):
+        publisher.publish((PageRemoved(number),))
+    wait_until(lambda: publisher._sequence == count)
+    reader = readers(publisher, replay=False)
+    with asking(publisher) as stranger:
+        stranger.send_multipart([b"", (0).to_bytes(8, "big")])
+        assert stranger.poll(1000 * PATIENCE)
+        sent = []
+        publisher._replay = Counting(publisher._replay, sent)
+        for _ in range(50):
+            stranger.send_multipart([b"", (0).to_bytes(8, "big")])
+        found, before = (), 0
+        while not found:
+            before = len(sent)
+            publisher.publish((PageStored(5, None, (1,)),))
+            found = reader.read(0.2)
+        # Only what goes out while the batch travels.
+        assert len(sent) - before < count
+    with asking(publisher) as other:
+        other.send_multipart([b"", (count - 1).to_bytes(8, "big")])
+        numbers = []
+        while numbers[-1:] != [-1]:
+            assert other.poll(1000 * PATIENCE)
+            numbers.append(int.from_bytes(other.recv_multipart()[2], "big", signed=True))
+    assert numbers[:-1] == list(range(count - 1, count - 1 + len(numbers) - 1))
+
+
+class Counting:
+    """A socket that notes what it sends."""
+
+    def __init__(self, socket, sent):
+        self._socket, self._sent = socket, sent
+
+    def __getattr__(self, name):
+        return getattr(self._socket, name)
+
+    def send_multipart(self, parts):
+        self._sent.append(parts)
+        self._socket.send_multipart(parts)
+
+
+def test_readers_are_answered_in_turn(publishers):
+    publisher = publishers()
+    for number in range(1000):
+        publisher.publish((PageRemoved(number),))
+    wait_until(lambda: publisher._sequence == 1000)
+    with asking(publisher) as first, asking(publisher) as second:
+        first.send_multipart([b"", (0).to_bytes(8, "big")])
+        assert first.poll(1000 * PATIENCE)
+        first.send_multipart([b"", (0).to_bytes(8, "big")])
+        second.send_multipart([b"", (0).to_bytes(8, "big")])
+        for socket in (first, second):
+            numbers = []
+            while numbers[-1:] != [-1]:
+                assert socket.poll(1000 * PATIENCE)
+                numbers.append(int.from_bytes(socket.recv_multipart()[2], "big", signed=True))
+            assert numbers[-1001:-1] == list(range(1000))
+
+
+def test_a_request_that_is_too_large_is_not_read(publishers, caplog):
+    """What sends it is disconnected before the frame has come, which may have a gigabyte."""
+    publisher = publishers()
+    with asking(publisher) as stranger, asking(publisher) as reader:
+        lost = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.send_multipart([b"", b"x" * 2**20])
+        assert lost.poll(1000 * PATIENCE)
+        reader.send_multipart([b"", (0).to_bytes(8, "big")])
+        assert reader.poll(1000 * PATIENCE)
+        stranger.disable_monitor()
+        lost.close()
+    assert "something else" not in caplog.text

@@ -301,6 +301,16 @@ def test_wrong_arguments_are_refused_before_anything_is_connected(arguments, mes
     assert not jax.distributed.is_initialized()
 
 
+@pytest.mark.parametrize(("number", "bound"), [(0, {"coordinator_bind_address": "10.0.0.1:12"}), (1, {})])
+def test_the_coordinator_listens_at_its_own_address_alone(monkeypatch, number, bound):
+    """JAX would listen on all networks of the host."""
+    given = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: given.append((args, kwargs)))
+    with pytest.raises(ValueError, match="num_processes and process_id"):
+        Processes("10.0.0.1:12", 2, number)
+    assert given == [(("10.0.0.1:12", 2, number, None), bound)]
+
+
 def test_command_refuses_options_that_do_not_go_together(capsys):
     assert cli.main(["serve", "--num-processes", "2"]) == 2
     assert "num_processes must be left out without --coordinator, got 2" in capsys.readouterr().err

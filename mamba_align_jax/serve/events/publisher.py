@@ -5,6 +5,7 @@ has just begun, sends an empty part and the first number that it lacks from a DE
 an empty part and three such parts for each batch from there on. The last answer has the number -1 and no batch.
 """
 
+import itertools
 import logging
 import queue
 import threading
@@ -22,6 +23,10 @@ from mamba_align_jax.serve.events.stream import encode
 _LOG = logging.getLogger(__name__)
 _END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 1000
+# What is done for the replay between two batches that are published: requests that are taken, and batches of one answer.
+_REQUESTS, _SHARE = 16, 64
+# Readers that may wait for an answer, and bytes of a request's frame. A request has 8.
+_READERS, _FRAME_BYTES = 256, 2**10
 
 
 class EventPublisher:
@@ -75,6 +80,8 @@ class EventPublisher:
         self._queue: queue.SimpleQueue[tuple[float, tuple[CacheEvent, ...]] | None] = queue.SimpleQueue()
         self._kept: deque[tuple[int, bytes, tuple[CacheEvent, ...]]] = deque()
         self._image, self._sequence = _Image(), 0
+        # The readers that wait for an answer, in their turn, and the first number that each lacks.
+        self._asked: dict[bytes, int] = {}
         self._thread = threading.Thread(target=self._run, name="cache-events", daemon=True)
         self._thread.start()
 
@@ -94,6 +101,7 @@ class EventPublisher:
         try:
             # A reader that is slow loses old batches only after so many, and asks for them again.
             socket.set_hwm(100_000)
+            socket.set(zmq.MAXMSGSIZE, _FRAME_BYTES)
             (socket.bind if is_bound else socket.connect)(endpoint)
         except zmq.ZMQError as error:
             got = f"{values.shown(endpoint)}: {error}"
@@ -103,7 +111,7 @@ class EventPublisher:
     def _run(self) -> None:
         while True:
             try:
-                item = self._queue.get(timeout=0.1 if self._replay else None)
+                item = self._queue.get(timeout=self._patience())
                 if item is None:
                     break
                 self._send(*item)
@@ -117,6 +125,12 @@ class EventPublisher:
                 _LOG.exception("cache events could not be sent again")
         self._context.destroy(linger=_LINGER_MS)
 
+    def _patience(self) -> float | None:
+        """Returns how long to wait for a batch: for ever without a replay, and not at all while a reader waits."""
+        if self._replay is None:
+            return None
+        return 0.0 if self._asked else 0.1
+
     def _send(self, moment: float, events: tuple[CacheEvent, ...]) -> None:
         payload = encode(moment, events, states=self._states)
         if payload is None:
@@ -128,19 +142,34 @@ class EventPublisher:
             self._image.apply(self._kept.popleft()[2])
 
     def _answer(self) -> None:
-        while self._replay is not None and self._replay.poll(0):
+        """Sends a reader's next share of what it has asked for. Events that are published go between the shares."""
+        if self._replay is None:
+            return
+        for _ in range(_REQUESTS):
+            if not self._replay.poll(0):
+                break
             name, *rest = self._replay.recv_multipart()
             if len(rest) != 2 or rest[0] or len(rest[1]) != 8:
                 _LOG.warning("a reader of cache events asked for something else than a sequence number")
-                continue
-            start = int.from_bytes(rest[1], "big")
-            batches = [(number, payload) for number, payload, _ in self._kept if number >= start]
-            first = self._kept[0][0] if self._kept else 0
-            if start < first:
-                payload = encode(time.time(), self._image.events(), states=self._states)
-                batches.insert(0, (first - 1, payload or b""))
-            for number, payload in batches:
-                self._replay.send_multipart([name, b"", self._topic, number.to_bytes(8, "big"), payload])
+            elif len(self._asked) < _READERS or name in self._asked:
+                # A reader that asks again is answered anew.
+                self._asked[name] = int.from_bytes(rest[1], "big")
+        if not self._asked:
+            return
+        name = next(iter(self._asked))
+        start = self._asked.pop(name)
+        first = self._kept[0][0] if self._kept else 0
+        place = min(max(0, start - first), len(self._kept))
+        batches = [(number, payload) for number, payload, _ in itertools.islice(self._kept, place, place + _SHARE)]
+        if start < first:
+            payload = encode(time.time(), self._image.events(), states=self._states)
+            batches.insert(0, (first - 1, payload or b""))
+        for number, payload in batches:
+            self._replay.send_multipart([name, b"", self._topic, number.to_bytes(8, "big"), payload])
+        following = batches[-1][0] + 1 if batches else start
+        if following < self._sequence:
+            self._asked[name] = following  # at the end of the queue
+        else:
             self._replay.send_multipart([name, b"", b"", _END, b""])
 
 
