@@ -11,7 +11,7 @@ from mamba_align_jax.engine.text.chat_template import load_chat_template
 
 HERE = Path(__file__).parent
 # The server's options and the engine's configuration.
-SIZES = dict(max_num_seqs=4, max_num_batched_tokens=128, max_prefill_rows=2, max_model_len=512)
+SIZES = dict(max_num_seqs=4, max_num_batched_tokens=128, max_prefill_rows=2, max_model_len=1024)
 PROMPT = "def read(self, size):\n    "
 SCHEMA = dict(
     type="object",

@@ -124,6 +124,65 @@ def second_turn_hits_the_cache(caller):
     assert second.usage.prompt_tokens_details.cached_tokens >= 64, second.usage
 
 
+# A model of bytes makes a token of each letter.
+WEATHER = dict(
+    type="function",
+    function=dict(
+        name="weather",
+        strict=True,
+        parameters=dict(
+            type="object",
+            properties=dict(place=dict(type="string", enum=["Rome", "Oslo"])),
+            required=["place"],
+            additionalProperties=False,
+        ),
+    ),
+)
+
+
+def streamed_message(events):
+    """Puts the deltas of a stream together. Returns the message as the next call has it, and why it has ended."""
+    message, end = dict(role="assistant", content="", tool_calls=[]), None
+    for event in events:
+        (choice,) = event.choices
+        end = choice.finish_reason or end
+        message["content"] += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            assert call.index == len(message["tool_calls"])
+            message["tool_calls"].append(call.model_dump(exclude={"index"}))
+    return message, end
+
+
+def tools(caller):
+    """The model is held to a call, whose result it reads in the next turn, in one piece, as events and by the helper."""
+    create = caller.client.chat.completions.create
+    for how in ("whole", "events", "helper"):
+        messages = [dict(role="user", content="Weather?")]
+        # A grammar ends after one call, which such a small model would repeat.
+        fields = dict(model=caller.model, messages=messages, tools=[WEATHER], temperature=0, parallel_tool_calls=False)
+        if how == "whole":
+            (choice,) = create(**fields, tool_choice="required").choices
+            message, end = choice.message.model_dump(), choice.finish_reason
+        elif how == "events":
+            named = dict(type="function", function=dict(name="weather"))
+            message, end = streamed_message(create(**fields, tool_choice=named, stream=True))
+        else:
+            with caller.client.chat.completions.stream(**fields, tool_choice="required") as stream:
+                (choice,) = stream.get_final_completion().choices
+            assert choice.message.tool_calls[0].function.parsed_arguments["place"] in ("Rome", "Oslo")
+            message, end = choice.message.model_dump(exclude={"parsed"}), choice.finish_reason
+            del message["tool_calls"][0]["function"]["parsed_arguments"]
+        (call,) = message["tool_calls"]
+        assert end == "tool_calls", end
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"])["place"] in ("Rome", "Oslo")
+        messages += [message, dict(role="tool", tool_call_id=call["id"], content="rain")]
+        (last,) = create(**fields, tool_choice="none", max_tokens=8).choices
+        assert isinstance(last.message.content, str)
+        assert not last.message.tool_calls
+        print(f"openai: a loop of calls with tools, {how}", flush=True)
+
+
 def refused(caller, kind, make):
     error = None
     try:
@@ -156,6 +215,7 @@ def main(url, key, file):
             streamed(caller, name)
         print(f"openai: {name}: the engine's own", flush=True)
     second_turn_hits_the_cache(caller)
+    tools(caller)
     refusals(caller)
     print(f"openai {openai.__version__}: {len(caller.calls)} calls in one piece and streamed, hits and refusals")
 

@@ -24,7 +24,7 @@ from mamba_align_jax.data import BYTE_MODEL
 HERE, KEY = Path(__file__).parent, "key-of-the-clients"
 BUILD = HERE.parents[1] / "build" / "clients"
 # Clients, and whether they need a Python newer than the oldest of the project.
-CLIENTS = {"openai": False, "lm_eval": True, "inference_perf": True, "guidellm": False}
+CLIENTS = {"openai": False, "agents": False, "lm_eval": True, "inference_perf": True, "guidellm": False}
 
 
 def newer_python():
@@ -67,6 +67,7 @@ def server():
     command = [sys.executable, "-m", "mamba_align_jax", "serve", "--dtype=float32", f"--port={port}", "--warmup=none"]
     url, log = f"http://127.0.0.1:{port}", BUILD / "server.log"
     with log.open("w") as file:
+        command += [f"--chat-template={HERE / 'chat_template.jinja'}"]
         command += [f"--api-key={KEY}", "--served-model-name=bundled", *options]
         process = subprocess.Popen(command, stdout=file, stderr=file)
     try:
