@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 @dataclass(eq=False)
-class _Call:
+class _Waiting:
     id: int
     function: Callable[[], Any]
     answer: Future[Any] = field(default_factory=Future)
@@ -28,12 +28,12 @@ class FairThread:
         """`begin` is called in the thread before anything else."""
         self._thread = ThreadPoolExecutor(1, initializer=begin)
         self._numbers = itertools.count()
-        self._lines: Lines[_Call] = Lines()
+        self._lines: Lines[_Waiting] = Lines()
         self._lock = threading.Lock()
 
     def submit(self, tenant: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Queues a call in a tenant's line, and returns its result. If that is cancelled before its turn, nothing is run."""
-        call = _Call(next(self._numbers), partial(function, *args, **kwargs))
+        call = _Waiting(next(self._numbers), partial(function, *args, **kwargs))
         with self._lock:
             self._lines.add(tenant, call)
         self._thread.submit(self._run_next)

@@ -93,8 +93,10 @@ class Processes:
         values.integer("process_id", process_id, 0, num_processes - 1)
         if not jax.distributed.is_initialized():
             # Process 0 would otherwise listen on all networks, and whoever reaches its service can end all processes.
-            named = dict(coordinator_bind_address=coordinator) if process_id == 0 else {}
-            jax.distributed.initialize(coordinator, num_processes, process_id, local_device_ids, **named)
+            address = coordinator if process_id == 0 else None
+            jax.distributed.initialize(
+                coordinator, num_processes, process_id, local_device_ids, coordinator_bind_address=address
+            )
         found = jax.process_count(), jax.process_index()
         given, wanted = (num_processes, process_id), f"those that JAX was given, {found}"
         values.require(found == given, "num_processes and process_id", wanted, given)

@@ -16,9 +16,11 @@ from mamba_align_jax.engine.running.async_engine import AsyncEngine
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.engine.scheduling.levels import changes_logits
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
+from mamba_align_jax.serve.api.anthropic.endpoint import count_tokens, create_message
 from mamba_align_jax.serve.api.cache_view import view_cache
 from mamba_align_jax.serve.api.chat import chat
 from mamba_align_jax.serve.api.completions import complete
+from mamba_align_jax.serve.api.responses.endpoint import create_response
 from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.api.words import detokenize, tokenize
 from mamba_align_jax.serve.limits.clients import ClientLeft, EventStream
@@ -68,6 +70,9 @@ def create_app(
         routes=[
             api("/v1/completions", complete, "POST"),
             api("/v1/chat/completions", chat, "POST"),
+            api("/v1/responses", create_response, "POST"),
+            api("/v1/messages", create_message, "POST"),
+            api("/v1/messages/count_tokens", count_tokens, "POST"),
             api("/v1/models", _models, "GET"),
             api("/v1/models/{name:path}", _model, "GET"),
             api("/tokenize", tokenize, "POST"),
@@ -130,6 +135,9 @@ def _handlers(service: Service) -> dict:
                 # Starlette raises the error again, and uvicorn logs it.
                 refusal = internal_error()
         service.metrics.refused(refusal.status, refusal.code)
+        if request.url.path.startswith("/v1/messages"):
+            # Anthropic's errors are OpenAI's with a type around them.
+            return json_response({"type": "error", **refusal.content}, refusal.status, refusal.headers)
         return refusal.response()
 
     return dict.fromkeys((Refusal, HTTPException, ClientLeft, Exception), answer)

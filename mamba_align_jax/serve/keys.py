@@ -21,11 +21,10 @@ class Keys:
         """
         if not self._keys:
             return None
-        scheme = headers.get("authorization", "").partition(" ")[0]
         digest = hashlib.sha256(_key_in(headers)).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
-            message = "the header authorization must be 'Bearer' and a key that this server knows"
+        if not any(matches):
+            message = "the header authorization must be 'Bearer' and a key that this server knows, or x-api-key the key"
             raise Refusal(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return self._keys[matches.index(True)]
 
@@ -38,7 +37,10 @@ class Keys:
 
 
 def _key_in(headers: Mapping[str, str]) -> bytes:
-    return headers.get("authorization", "").partition(" ")[2].strip().encode("latin-1", "replace")
+    """Returns the key, which clients of Anthropic's API send in a header of its own; empty if there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return key.strip().encode("latin-1", "replace")
 
 
 def cache_salt(key: bytes | None, salt: str) -> str:

@@ -301,7 +301,9 @@ def test_wrong_arguments_are_refused_before_anything_is_connected(arguments, mes
     assert not jax.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(("number", "bound"), [(0, {"coordinator_bind_address": "10.0.0.1:12"}), (1, {})])
+@pytest.mark.parametrize(
+    ("number", "bound"), [(0, {"coordinator_bind_address": "10.0.0.1:12"}), (1, {"coordinator_bind_address": None})]
+)
 def test_the_coordinator_listens_at_its_own_address_alone(monkeypatch, number, bound):
     """JAX would listen on all networks of the host."""
     given = []

@@ -7,62 +7,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mamba_align_jax import _values as values
 from mamba_align_jax.engine.scheduling.request import RequestUpdate, TokenLogprobs
-from mamba_align_jax.serve.api.completions import take_stream
-from mamba_align_jax.serve.api.field_table import CHAT, fields_at
+from mamba_align_jax.serve.api.chat_plan import plan_chat
 from mamba_align_jax.serve.api.form import Form
 from mamba_align_jax.serve.api.generation import Choice
-from mamba_align_jax.serve.api.messages import take_prompt
-from mamba_align_jax.serve.api.replies import Reply, take_reply_form
-from mamba_align_jax.serve.api.sampling import make_params, take_grammar, take_sampling
+from mamba_align_jax.serve.api.replies import Reply
 from mamba_align_jax.serve.api.service import Service
-from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.limits.clients import EventStream
-from mamba_align_jax.serve.refusals import Refusal
-
-_FIELDS = fields_at(CHAT)
 
 
 async def chat(service: Service, request: Request) -> Response | EventStream:
     """Answers a call, or raises a Refusal if it is malformed, asks for too much, or can't be run."""
-    limits = service.settings.limits
     key, fields = await service.read(request)
-    prompt = await take_prompt(service, fields)
-    tokens, replies = prompt.tokens, take_reply_form(service, fields, prompt)
-    n = fields.take("n", values.integer, 1, limits.choices) or 1
-    service.check_count(n)
-    streaming = take_stream(fields)
-    with_logprobs = fields.take("logprobs", values.flag) or False
-    top_logprobs = fields.take("top_logprobs", values.integer, 0, limits.logprobs)
-    max_tokens = fields.take("max_completion_tokens", values.integer, 1)
-    old_max_tokens = fields.take("max_tokens", values.integer, 1)
-    with_ids = fields.take("return_token_ids", values.flag) or False
-    salt = fields.take("cache_salt", values.text) or ""
-    found = take_sampling(fields, service.settings)
-    grammar_field, response = take_grammar(fields, limits)
-    fields.end(_FIELDS)
-    grammar = await replies.grammar(service, response)
-    if grammar is not None:
-        await service.check_grammar(grammar, "tools" if response is None else grammar_field)
-        found["grammar"] = grammar
-    if replies.needs_special_tokens:
-        found["skip_special_tokens"] = False
-    if top_logprobs is not None and not with_logprobs:
-        raise Refusal(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    found |= {"seed": service.take_seed(found), "cache_salt": cache_salt(key, salt)}
-    if with_logprobs:
-        found["logprobs"] = top_logprobs or 0
-    service.check_length(len(tokens), 1, "messages")
-    found["checkpoint_at"] = await service.checkpoint_offsets(prompt)
-    # Without a limit an answer may be as long as the model and its authors' defaults allow.
-    limit, left = old_max_tokens if max_tokens is None else max_tokens, service.max_model_len - len(tokens)
-    params = make_params(found | {"max_tokens": limit or min(left, found.get("max_tokens", left))})
-    service.check_length(len(tokens), params.max_tokens, "messages")
-    asked = service.choices_of([tokens], params, n)
-    begun = [replies.begin(service, params) for _ in range(n)]
-    form = _ChatForm(service=service, with_ids=with_ids, with_logprobs=with_logprobs, replies=begun)
-    return await form.answer(request, asked, n, streaming)
+    plan = await plan_chat(service, key, fields)
+    form = _ChatForm(service=service, with_ids=plan.with_ids, with_logprobs=plan.with_logprobs, replies=plan.replies)
+    return await form.answer(request, plan.asked, plan.n, plan.streaming)
 
 
 @dataclass(frozen=True, kw_only=True)

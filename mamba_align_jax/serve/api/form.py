@@ -35,6 +35,7 @@ class Form:
         prefix: What the names of calls begin with.
         whole_kind: The kind of an answer in one piece.
         event_kind: The kind of an event.
+        named: Whether events have names: see `EventStream`.
         service: The service.
         with_ids: Whether token ids are reported.
         id: The call's name, without the prefix.
@@ -44,6 +45,7 @@ class Form:
     prefix: ClassVar[str]
     whole_kind: ClassVar[str]
     event_kind: ClassVar[str]
+    named: ClassVar[bool] = False
     service: Service
     with_ids: bool
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -89,7 +91,7 @@ class Form:
         """
         service, limit = self.service, self.service.settings.limits.call_s
         if streaming is not None:
-            return EventStream(self._events(asked, n, streaming), limit, service.metrics.refused)
+            return EventStream(self.events(asked, n, streaming), limit, service.metrics.refused, named=self.named)
         choices = [Choice(prompt) for prompt, _ in asked]
 
         async def gather() -> None:
@@ -102,8 +104,7 @@ class Form:
                 raise too_long(limit) from None
 
         def write() -> Response:
-            written = self._object(self.whole_kind, [self.whole(*numbered) for numbered in enumerate(choices)])
-            return json_response(written | {"usage": self.usage(choices, num_tokens, n)})
+            return json_response(self.written(choices, num_tokens, n))
 
         await while_connected(request.receive, gather())
         num_tokens = sum(len(choice.token_ids) for choice in choices)
@@ -111,9 +112,15 @@ class Form:
         # Log-probabilities of many tokens take a while to write, in which other calls go on.
         return await asyncio.to_thread(write) if num_scores > _LONG_ANSWER else write()
 
-    async def _events(
+    def written(self, choices: Sequence[Choice], num_tokens: int, n: int) -> dict[str, Any]:
+        """Returns an answer that is complete, of which `num_tokens` tokens were generated."""
+        whole = self._object(self.whole_kind, [self.whole(*numbered) for numbered in enumerate(choices)])
+        return whole | {"usage": self.usage(choices, num_tokens, n)}
+
+    async def events(
         self, asked: Sequence[Asked], n: int, streaming: Streaming
     ) -> AsyncGenerator[dict[str, Any], None]:
+        """Runs a call's requests, and yields the events of its answer."""
         choices = [Choice(prompt) for prompt, _ in asked]
         num_tokens, opened = 0, set[int]()
 

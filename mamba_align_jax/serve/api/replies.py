@@ -113,15 +113,26 @@ class Reply:
     # Where the tokens begin, until the end of the reasoning is known.
     _begins: list[int] = field(default_factory=list)
     _is_counted: bool = False
+    _num_calls: int = 0
 
     def add(self, update: RequestUpdate) -> dict[str, Any]:
         """Reads an update, and returns what is new as the delta of an event."""
+        return self._delta(self.parts(update))
+
+    def parts(self, update: RequestUpdate) -> list[Part]:
+        """Reads an update, and returns what is new of what is told."""
         parts = self.parser.add(update.text or "")
         if update.output is not None:
             parts += self.parser.end()
         if not self._is_counted:
             self._count(update.token_ids)
-        return self._delta(parts)
+        return [part for part in parts if self._is_told(part)]
+
+    def _is_told(self, part: Part) -> bool:
+        if isinstance(part, Call):
+            self._num_calls += 1
+            return self.parallel or self._num_calls == 1
+        return self.shows_reasoning or not isinstance(part, Reasoning)
 
     @property
     def message(self) -> dict[str, Any]:
@@ -149,10 +160,8 @@ class Reply:
 
     def _delta(self, parts: Sequence[Part]) -> dict[str, Any]:
         content = "".join(part.text for part in parts if isinstance(part, Content))
-        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning) and self.shows_reasoning)
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
         calls = [_call(part) for part in parts if isinstance(part, Call)]
-        if not self.parallel:
-            calls = [] if self._calls else calls[:1]
         numbered = [{"index": number, **call} for number, call in enumerate(calls, len(self._calls))]
         self._content.append(content)
         self._reasoning.append(reasoning)

@@ -55,13 +55,22 @@ class EventStream:
     """
 
     def __init__(
-        self, events: AsyncGenerator[Any, None], call_s: float, refused: Callable[[int, str | None], None]
+        self,
+        events: AsyncGenerator[Any, None],
+        call_s: float,
+        refused: Callable[[int, str | None], None],
+        *,
+        named: bool = False,
     ) -> None:
-        """Makes a response of events that are JSON values, the last of which must have come within `call_s` seconds.
+        """Makes a response of events that are JSON values.
 
-        `refused` is told the status and the code of a refusal that comes after the first event.
+        Args:
+            events: The events, the last of which must have come within `call_s` seconds.
+            call_s: Number of seconds.
+            refused: It is told the status and the code of a refusal that comes after the first event.
+            named: Whether an event's field `type` is also its name for server-sent events, so that none tells the end.
         """
-        self._events, self._call_s, self._refused = events, call_s, refused
+        self._events, self._call_s, self._refused, self._named = events, call_s, refused, named
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +90,7 @@ class EventStream:
                         if not self._has_begun:
                             self._has_begun = True
                             await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
-                        await send(_event(event))
+                        await send(self._event(event))
             except TimeoutError:
                 raise too_long(self._call_s) from None
         except Exception as error:
@@ -91,11 +100,12 @@ class EventStream:
             if refusal is not error:
                 _LOG.exception("the server failed in the middle of a stream")
             self._refused(refusal.status, refusal.code)
-            await send(_event(refusal.content))
+            await send(self._event({"type": "error", **refusal.content} if self._named else refusal.content))
         finally:
             await self._events.aclose()
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        end = b"" if self._named else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
-
-def _event(content: Any) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": b"data: " + to_json(content) + b"\n\n", "more_body": True}
+    def _event(self, content: Any) -> dict[str, Any]:
+        name = f"event: {content['type']}\n".encode() if self._named else b""
+        return {"type": "http.response.body", "body": name + b"data: " + to_json(content) + b"\n\n", "more_body": True}

@@ -7,7 +7,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -196,12 +196,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._idle_since = time.monotonic_ns()
         super().on_response_complete()
 
+    @property
+    def _all(self) -> "set[GuardedProtocol]":
+        """All connections of the server."""
+        return cast("set[GuardedProtocol]", self.connections)
+
     def _has_room(self) -> bool:
         """Whether this connection may be open. If there are many, another one is closed."""
         most = self._num_calls + RESERVED
         if len(self.connections) <= most:
             return True
-        others = [one for one in self.connections if one is not self and not one._has_given_way]
+        others = [one for one in self._all if one is not self and not one._has_given_way]
         if len(others) < most:
             return True
         idle = [one for one in others if one._is_between_calls()]
@@ -223,7 +228,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._hosts.check(self.headers)
         if len(self.connections) > self._num_calls:
-            busy = sum(not one._is_between_calls() for one in self.connections)
+            busy = sum(not one._is_between_calls() for one in self._all)
             if busy >= self._num_calls:
                 raise _too_many()
 
