@@ -257,7 +257,7 @@ class Held:
         answer(self.served.post(CHAT, ASK | fields))
         if self.grammar is None:
             return texts
-        matcher = self.served.engine.core._grammars._compile(self.grammar)
+        matcher = self.served.engine.core.grammars._compile(self.grammar)
         return [text for text in texts if matcher.deep_copy().validate_tokens([*text.encode(), 0]) == len(text) + 1]
 
 
