@@ -183,6 +183,28 @@ def tools(caller):
         print(f"openai: a loop of calls with tools, {how}", flush=True)
 
 
+def responses(caller):
+    """A loop of calls with tools by the Responses API, in one piece and as events."""
+    create = caller.client.responses.create
+    tool = dict(type="function", name="weather", parameters=WEATHER["function"]["parameters"], strict=True)
+    fields = dict(model=caller.model, tools=[tool], temperature=0, parallel_tool_calls=False, store=False)
+    for how in ("whole", "events"):
+        said = [dict(role="user", content="Weather?")]
+        answer = create(input=said, tool_choice="required", stream=how == "events", **fields)
+        if how == "events":
+            *events, last = answer
+            assert [event.sequence_number for event in (*events, last)] == list(range(len(events) + 1))
+            answer = last.response
+        (call,) = answer.output
+        assert (answer.status, call.type, call.name) == ("completed", "function_call", "weather"), answer
+        assert json.loads(call.arguments)["place"] in ("Rome", "Oslo")
+        said += [call.model_dump(), dict(type="function_call_output", call_id=call.call_id, output="rain")]
+        last = create(input=said, tool_choice="none", max_output_tokens=8, **fields)
+        assert isinstance(last.output_text, str)
+        assert [item.type for item in last.output] == ["message"], last
+        print(f"openai: a loop of calls with tools by responses, {how}", flush=True)
+
+
 def refused(caller, kind, make):
     error = None
     try:
@@ -216,6 +238,7 @@ def main(url, key, file):
         print(f"openai: {name}: the engine's own", flush=True)
     second_turn_hits_the_cache(caller)
     tools(caller)
+    responses(caller)
     refusals(caller)
     print(f"openai {openai.__version__}: {len(caller.calls)} calls in one piece and streamed, hits and refusals")
 

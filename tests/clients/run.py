@@ -24,7 +24,9 @@ from mamba_align_jax.data import BYTE_MODEL
 HERE, KEY = Path(__file__).parent, "key-of-the-clients"
 BUILD = HERE.parents[1] / "build" / "clients"
 # Clients, and whether they need a Python newer than the oldest of the project.
-CLIENTS = {"openai": False, "agents": False, "lm_eval": True, "inference_perf": True, "guidellm": False}
+CLIENTS = {
+    "openai": False, "anthropic": False, "agents": False, "lm_eval": True, "inference_perf": True, "guidellm": False,
+}  # fmt: skip
 
 
 def newer_python():
