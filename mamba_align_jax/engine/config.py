@@ -117,8 +117,8 @@ class EngineConfig:
     max_waiting: int | None = option(None, "Number of requests that may wait to run for the first time")
     overtaking_limit: int | None = option(
         None,
-        "Number of later requests that may run before a waiting request, for each level of priority by which they are "
-        "ahead of it",
+        "Number of later requests that may run before a request whose tenant has its turn, for each level of priority by "
+        "which they are ahead of it",
     )
     state_dtype: str = option(
         "float32", 'Dtype of the recurrent states: "float32", "bfloat16" or "float16"', STATE_DTYPES
