@@ -21,6 +21,8 @@ Messages = Sequence[Mapping[str, Any]]
 # Returns the text of a chat, if an answer is to follow it. Raises a Refusal if the template refuses the chat.
 Render = Callable[[Messages, Mapping[str, Any]], Awaitable[str]]
 Encode = Callable[[str], Awaitable[Sequence[int]]]
+# The tokens of beginnings, by their digests, the one that was used last at the end.
+Beginnings = OrderedDict[bytes, np.ndarray]
 
 # No answer begins like this where a template begins one itself, with a line break or a tag.
 _ANSWER, _QUESTION, _OTHER_QUESTION = "0", "1", "2"
@@ -57,9 +59,13 @@ class ChatCheckpoints:
     It remembers the tokens of the last beginnings that it has seen, which are instructions with their tools.
     """
 
-    def __init__(self, render: Render, encode: Encode) -> None:
+    def __init__(self, render: Render, encode: Encode, beginnings: Beginnings | None = None) -> None:
+        """Makes a finder that renders and encodes on one caller's account.
+
+        `beginnings` are those that it remembers, which several may share; None makes an empty memory.
+        """
         self._render, self._encode = render, encode
-        self._beginnings: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._beginnings: Beginnings = OrderedDict() if beginnings is None else beginnings
 
     async def offsets(self, prompt: ChatPrompt) -> tuple[int, ...]:
         """Returns the offsets, in tokens, in rising order. It costs up to three further renderings, usually one.

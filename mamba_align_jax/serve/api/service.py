@@ -6,6 +6,7 @@ import functools
 import random
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from mamba_align_jax.engine.text.chat_template import ChatTemplate
 from mamba_align_jax.engine.text.generated_text import BROKEN
 from mamba_align_jax.engine.text.tokenizer import Tokenizer
 from mamba_align_jax.errors import FieldError, WorkerLostError
-from mamba_align_jax.serve.api.checkpoints import ChatCheckpoints, ChatPrompt
+from mamba_align_jax.serve.api.checkpoints import Beginnings, ChatCheckpoints, ChatPrompt
 from mamba_align_jax.serve.api.fields import Fields, read_fields
 from mamba_align_jax.serve.api.generation import Asked, stopped
 from mamba_align_jax.serve.keys import Keys
@@ -66,9 +67,7 @@ class Service:
         self._special_tokens = functools.cache(lambda: special_tokens_of(serving.engine.tokenizer))
         self._bodies = OneAtATime(_MAX_WAITING)
         self._grammars = GrammarCheck(settings.limits.grammar_s, self._special_tokens)
-        render = lambda messages, variables: self.chat_text(messages, True, variables)
-        encode = functools.partial(self.encode, param="messages", add_special_tokens=False)
-        self._checkpoints = ChatCheckpoints(render, encode)
+        self._beginnings: Beginnings = OrderedDict()
         self.is_ready, self.is_stopping, self.started = False, False, int(time.time())
         self.has_failed_to_compile = False
         # A token's text never changes.
@@ -166,8 +165,11 @@ class Service:
 
     async def checkpoint_offsets(self, prompt: ChatPrompt) -> tuple[int, ...]:
         """Returns the offsets into a chat's prompt at which states should stay cached: see `ChatCheckpoints`."""
-        has_cache = self.serving.engine.config.prefix_cache != "none"
-        return await self._checkpoints.offsets(prompt) if has_cache else ()
+        if self.serving.engine.config.prefix_cache == "none":
+            return ()
+        render = lambda messages, variables: self.chat_text(messages, True, variables)
+        encode = functools.partial(self.encode, param="messages", add_special_tokens=False)
+        return await ChatCheckpoints(render, encode, self._beginnings).offsets(prompt)
 
     async def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Refuses a call whose grammar, which the field `param` asks for, doesn't compile quickly."""
