@@ -72,7 +72,7 @@ MAKERS = {
         prefill_checkpoints,
         dict(num_computed_tokens=3, num_tokens=20, block_size=8, block_row=[1, 2, 3]),
     ),
-    "Checkpoints": (Checkpoints, dict(prompt=9, offsets=(8,), interval=8)),
+    "Checkpoints": (Checkpoints, dict(offsets=(8,), interval=8)),
     "request_checkpoints": (
         request_checkpoints,
         dict(prompt=9, block_size=8, requested=(8,), junction=0, interval=None),
