@@ -71,6 +71,7 @@ MAY_IMPORT = {
     ),
     "mamba_align_jax.routing": ("mamba_align_jax._values", "mamba_align_jax.cache"),
     "mamba_align_jax.serve": (
+        "mamba_align_jax",
         "mamba_align_jax._values",
         "mamba_align_jax._options",
         "mamba_align_jax.errors",

@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mamba_align_jax import __version__
 from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.interrupts import contained
 from mamba_align_jax.engine.running.async_engine import AsyncEngine
 from mamba_align_jax.engine.running.engine import Engine
 from mamba_align_jax.engine.scheduling.levels import changes_logits
@@ -74,6 +76,8 @@ def create_app(
             api("/v1/messages", create_message, "POST"),
             api("/v1/messages/count_tokens", count_tokens, "POST"),
             api("/v1/models", _models, "GET"),
+            api("/version", _version, "GET"),
+            api("/reset_prefix_cache", _reset_prefix_cache, "POST"),
             api("/v1/models/{name:path}", _model, "GET"),
             api("/tokenize", tokenize, "POST"),
             api("/detokenize", detokenize, "POST"),
@@ -158,6 +162,22 @@ async def _model(service: Service, request: Request) -> Response:
 def _card(service: Service, name: str) -> dict:
     owner, length = "mamba-align-jax", service.max_model_len
     return {"id": name, "object": "model", "created": service.started, "owned_by": owner, "max_model_len": length}
+
+
+async def _version(service: Service, request: Request) -> Response:
+    service.keys.check(request.headers)
+    return json_response({"version": __version__})
+
+
+async def _reset_prefix_cache(service: Service, request: Request) -> Response:
+    """Forgets every cached prefix, for an administrator. Without an administrator's key there is no such address."""
+    if service.administrators is None:
+        raise HTTPException(404)
+    service.administrators.check(request.headers)
+    service.check_alive()
+    # It waits for the step that runs.
+    await asyncio.to_thread(contained(service.serving.engine.reset_prefix_cache))
+    return json_response({"object": "prefix_cache", "reset": True})
 
 
 async def _health(service: Service, request: Request) -> Response:

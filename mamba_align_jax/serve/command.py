@@ -34,6 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help=text)
     add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="keys that clients may have")
     add("--api-key-file", type=Path, metavar="FILE", help="a file with a key in each line")
+    text = "a file with an administrator's key in each line; without it POST /reset_prefix_cache does not exist"
+    add("--admin-key-file", type=Path, metavar="FILE", help=text)
     add_dtype(parser)
     text = "a file with a chat template, or the template itself; default: the model's own"
     add("--chat-template", metavar="FILE", help=text)
@@ -204,13 +206,22 @@ def make_template(options: argparse.Namespace) -> ChatTemplate | None:
     return load_chat_template(options.model, text)
 
 
+def _read_keys(name: str, file: Path | None) -> tuple[str, ...]:
+    """Returns the keys of a file, which has one in each line; none without a file."""
+    if file is None:
+        return ()
+    try:
+        keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    except UnicodeDecodeError as error:
+        raise FieldError(name, "be a file of text", str(file), "must") from error
+    if not keys:
+        raise FieldError(name, "have a key in a line", str(file), "must")
+    return keys
+
+
 def make_settings(options: argparse.Namespace) -> Settings:
     """Returns what the options say of the server. It raises what `run` raises."""
-    keys = list(options.api_key)
-    if options.api_key_file is not None:
-        keys += [line.strip() for line in options.api_key_file.read_text().splitlines() if line.strip()]
-        if not keys:
-            raise FieldError("api_key_file", "have a key in a line", str(options.api_key_file), "must")
+    keys = [*options.api_key, *_read_keys("api_key_file", options.api_key_file)]
     defaults = {}
     if options.generation_config == "auto":
         from mamba_align_jax.models.config_files import read_sampling_defaults
@@ -227,6 +238,7 @@ def make_settings(options: argparse.Namespace) -> Settings:
         allowed_hosts=tuple(options.allowed_host),
         seed=options.seed,
         api_keys=tuple(keys),
+        admin_keys=_read_keys("admin_key_file", options.admin_key_file),
         sampling_defaults=defaults,
         min_priority=options.min_priority,
         warmup=options.warmup,

@@ -63,6 +63,7 @@ class Settings:
             this machine. Without any, a server that listens on more than this machine does not check them.
         api_keys: The keys that clients may have; without any, no key is asked for. Clients with different keys never
             share cached prefixes.
+        admin_keys: The keys of administrators, who may reset the cache. Without any, those addresses do not exist.
         sampling_defaults: Fields of `SamplingParams` for calls that leave them out, as
             `mamba_align_jax.models.config_files.read_sampling_defaults` returns them.
         seed: Draws the seeds of calls that have none, one after the other; None draws numbers that nobody can guess.
@@ -81,6 +82,7 @@ class Settings:
     model_aliases: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     min_priority: int = 0
@@ -94,16 +96,20 @@ class Settings:
         object.__setattr__(self, "model_aliases", values.texts("model_aliases", self.model_aliases))
         object.__setattr__(self, "allowed_hosts", values.texts("allowed_hosts", self.allowed_hosts))
         object.__setattr__(self, "seed", values.optional_integer("seed", self.seed, 0))
-        is_sequence = isinstance(self.api_keys, tuple | list)
-        values.require(is_sequence, "api_keys", "a sequence of keys", type(self.api_keys))
-        for key in self.api_keys:
-            # The value is a secret, so the error leaves it out.
-            is_key = isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key and bool(key)
-            values.require(is_key, "api_keys", "printable ASCII without spaces around it", type(key))
-        object.__setattr__(self, "api_keys", tuple(self.api_keys))
+        for name in ("api_keys", "admin_keys"):
+            object.__setattr__(self, name, _keys(name, getattr(self, name)))
         SamplingParams(**self.sampling_defaults)
         object.__setattr__(self, "min_priority", values.integer("min_priority", self.min_priority))
         values.choice("warmup", self.warmup, WARMUPS)
         values.choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         values.choice("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         values.require(isinstance(self.limits, Limits), "limits", "Limits", self.limits)
+
+
+def _keys(name: str, keys: Any) -> tuple[str, ...]:
+    """Checks keys. Their values are secrets, so errors leave them out."""
+    values.require(isinstance(keys, tuple | list), name, "a sequence of keys", type(keys))
+    for key in keys:
+        is_key = isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key and bool(key)
+        values.require(is_key, name, "printable ASCII without spaces around it", type(key))
+    return tuple(keys)

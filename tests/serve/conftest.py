@@ -15,7 +15,7 @@ SIZES = dict(max_num_seqs=4, max_num_batched_tokens=128, max_prefill_rows=2, max
 LIMITS = Limits(
     body_bytes=2**16, tool_bytes=2**14, head_bytes=2**13, connections=128, receive_s=4, send_s=4, call_s=600, drain_s=20
 )
-KEYS = ("sk-first", "sk-second")
+KEYS, ADMIN = ("sk-first", "sk-second"), "sk-admin"
 
 
 @pytest.fixture(scope="module")
@@ -36,5 +36,6 @@ def served(engine):
 @pytest.fixture
 def locked(engine):
     """A server with two keys. If a module has the other server too, one of them is idle: both step one engine."""
-    with Served(engine, Settings(model_name="bytes", api_keys=KEYS, warmup="none", limits=LIMITS)) as served:
+    settings = Settings(model_name="bytes", api_keys=KEYS, admin_keys=(ADMIN,), warmup="none", limits=LIMITS)
+    with Served(engine, settings) as served:
         yield served

@@ -86,6 +86,7 @@ def test_options_are_the_engines_and_the_servers(tmp_path):
     )
     settings = command.make_settings(given)
     assert settings.api_keys == ("sk-a", "sk-b", "sk-c")
+    assert settings.admin_keys == ()
     assert (settings.limits.body_bytes, settings.limits.call_s, settings.limits.choices) == (100, 7.5, 16)
     assert (settings.model_name, settings.model_aliases, settings.seed) == ("name", ("other",), 9)
     assert (settings.model_name, settings.min_priority, settings.warmup) == ("name", -3, "none")

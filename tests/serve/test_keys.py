@@ -1,8 +1,9 @@
 """Keys: who has none is refused, and what one client caches is not there for another."""
 
 import pytest
-from serve.conftest import KEYS
+from serve.conftest import ADMIN, KEYS
 
+import mamba_align_jax
 from mamba_align_jax.serve.keys import cache_salt
 
 PROMPT = "def read(self, name):\n    " * 8
@@ -13,14 +14,16 @@ def ask(locked, key, salt=None, prompt=PROMPT):
     return locked.post("/v1/completions", fields, headers={"authorization": f"Bearer {key}"})
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/version"]
+)
 def test_an_unknown_key_is_refused(locked, path):
     headers = [
         {}, {"authorization": KEYS[0]}, {"authorization": "Bearer"}, {"authorization": "Bearer sk-wrong"},
         {"authorization": f"Bearer {KEYS[0]}x"}, {"authorization": f"Basic {KEYS[0]}"},
         {"authorization": "Bearer ä".encode("latin-1")}, {"authorization": "Bearer " + "x" * 5000}, {"api-key": KEYS[0]},
     ]  # fmt: skip
-    method = "GET" if path == "/v1/models" else "POST"
+    method = "GET" if path in ("/v1/models", "/version") else "POST"
     replies = [locked.client.request(method, path, headers=one) for one in headers]
     assert {reply.status_code for reply in replies} == {401}
     assert {reply.json()["error"]["code"] for reply in replies} == {"invalid_api_key"}
@@ -28,6 +31,23 @@ def test_an_unknown_key_is_refused(locked, path):
     # All look alike, and none waits for its body.
     assert len({reply.content for reply in replies}) == 1
     assert locked.client.get(path, headers={"authorization": f"bearer  {KEYS[0]}"}).status_code in (200, 405)
+
+
+def test_administrators_alone_reset_the_cache(locked):
+    cached = lambda: ask(locked, KEYS[0], "reset").json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    reset = lambda key: locked.post("/reset_prefix_cache", {}, headers={"authorization": f"Bearer {key}"})
+    assert [cached(), cached() > 0] == [0, True]
+    assert reset(KEYS[0]).status_code == 401
+    assert cached() > 0
+    assert reset(ADMIN).json() == {"object": "prefix_cache", "reset": True}
+    assert cached() == 0
+    # An administrator's key is no client's.
+    assert ask(locked, ADMIN).status_code == 401
+
+
+def test_without_administrators_there_is_no_address_of_theirs(served):
+    assert served.post("/reset_prefix_cache", {}).status_code == 404
+    assert served.client.get("/version").json() == {"version": mamba_align_jax.__version__}
 
 
 def test_health_and_metrics_need_no_key(locked):

@@ -159,7 +159,7 @@ WRONG = [
     (CHAT, said(tool_calls=[called(name="a b")]), "messages[0].tool_calls[0].function.name", None),
     *(
         (CHAT, said(tool_calls=[called(arguments=wrong)]), "messages[0].tool_calls[0].function.arguments", None)
-        for wrong in ("{", "[]", "5", 5, [], '{"a": NaN}', "\ud800", "[" * 9999, json.dumps(nested(65)))
+        for wrong in ("{", "[]", "5", 5, [], '{"a": NaN}', "[" * 9999, json.dumps(nested(65)))
     ),
     (CHAT, said(tool_calls=[]), "messages[0].content", None),
     (CHAT, said(reasoning=5, content="x"), "messages[0].reasoning", None),

@@ -62,6 +62,7 @@ class Service:
         self.names = (settings.model_name, *settings.model_aliases)
         self._new_seed = secrets.randbelow if settings.seed is None else random.Random(settings.seed).randrange
         self.keys = Keys(settings.api_keys)
+        self.administrators = Keys(settings.admin_keys) if settings.admin_keys else None
         self.metrics = Metrics(serving.engine, settings.model_name)
         self._rendering, self._reading, self._compiling = (OneAtATime(_MAX_WAITING) for _ in range(3))
         self._special_tokens = functools.cache(lambda: special_tokens_of(serving.engine.tokenizer))

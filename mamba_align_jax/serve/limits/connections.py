@@ -70,7 +70,7 @@ class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits of ours: it has none on what comes before and after a body, nor on unread answers.
 
     A connection without a call gives way to a new one when there are many, and the first to do so is the one that has been
-    without a call for the longest time.
+    without a call for the longest time. So does one that asks a probe whose answer it does not read.
 
     A call that is sent before the one before it was answered ends the connection. uvicorn would let it wait, and would then
     no longer notice that the client of the call that runs has left.
@@ -101,6 +101,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_last = False
         self._is_stopping = False
         self._has_given_way = False
+        self._asks_probe = False
         # It runs while a head is awaited, and while the rest of a body is whose call was refused already.
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -209,11 +210,13 @@ class GuardedProtocol(HttpToolsProtocol):
         others = [one for one in self._all if one is not self and not one._has_given_way]
         if len(others) < most:
             return True
-        idle = [one for one in others if one._is_between_calls()]
+        idle = [one for one in others if one._is_between_calls() or one._asks_probe]
         if not idle:
             return False
-        # Those go last whose answer is still being sent, even if they are to be closed after it.
-        oldest = min(idle, key=lambda one: (one.transport.get_write_buffer_size() > 0, one._idle_since))
+        # Those go last whose answer is still being sent, even if they are to be closed after it. A probe is answered at
+        # once, so one that has not ended has an answer that its client does not read.
+        sends = lambda one: not one._is_between_calls() or one.transport.get_write_buffer_size() > 0
+        oldest = min(idle, key=lambda one: (sends(one), one._idle_since))
         oldest._has_given_way = True
         oldest.transport.abort()
         return True
@@ -224,7 +227,8 @@ class GuardedProtocol(HttpToolsProtocol):
         Its host may be unknown, or as many connections as allowed have calls already.
         """
         path = self.url.partition(b"?")[0].decode("latin-1")
-        if path in PROBES:
+        self._asks_probe = path in PROBES
+        if self._asks_probe:
             return
         self._hosts.check(self.headers)
         if len(self.connections) > self._num_calls:
