@@ -135,6 +135,24 @@ def test_text_is_never_html(served, browser):
         assert page.text("#why") == evil
 
 
+def test_reasoning_is_shown_apart_and_not_said_again(served, browser):
+    """It is text, too, and stands above the answer."""
+    deltas = [dict(role="assistant", content=""), dict(reasoning_content="<b>Hm", reasoning="<b>Hm"),
+              dict(reasoning_content=".</b>"), dict(content="Yes"), dict(content=".")]  # fmt: skip
+    chunks = [dict(choices=[dict(index=0, delta=delta, token_ids=[1])]) for delta in deltas]
+    chunks.append(dict(choices=[], usage=dict(prompt_tokens=9, completion_tokens=4, cache_miss=None)))
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in chunks) + "data: [DONE]\n\n"
+    asked = []
+    with Page(browser, served) as page:
+        answer = lambda route: (asked.append(route.request.post_data_json), route.fulfill(body=stream))
+        page.tab.route("**/v1/chat/completions", answer)
+        page.say("Well?")
+        assert page.text(".thought") == "<b>Hm.</b>"
+        assert page.text(".turn.assistant").startswith("<b>Hm.</b>Yes.")
+        page.say("So?")
+    assert [one["content"] for one in asked[1]["messages"]][1:] == ["Well?", "Yes.", "So?"]
+
+
 def test_the_page_may_run_and_call_nothing_foreign(served, browser):
     answer = served.client.get("/")
     policy = answer.headers["content-security-policy"]
