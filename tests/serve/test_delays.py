@@ -1,6 +1,5 @@
 """One call delays no other, a refused one costs little, and a slow reader gets all of its answer."""
 
-import json
 import socket
 import threading
 import time
@@ -122,8 +121,11 @@ def test_equal_prompts_of_one_call_without_a_seed_get_answers_of_their_own(serve
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_client_that_reads_a_long_answer_slowly_gets_all_of_it(engine, reads):
     limits = Limits(send_s=4.0, connections=4)
-    body = json.dumps({"prompt": "x" * 3_000_000}).encode()
-    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    # A token of two bytes in the call is one of six in the answer.
+    body = b'{"tokens":[' + b"1," * 1_999_999 + b"1]}"
+    head = (
+        b"POST /detokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
     with Served(engine, Settings(warmup="none", limits=limits)) as served, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
         client.settimeout(300)
@@ -141,6 +143,7 @@ def test_a_client_that_reads_a_long_answer_slowly_gets_all_of_it(engine, reads):
                     time.sleep(0.1)
         except ConnectionError:
             pass
+        assert size > 10_000_000
         assert (got == size) == reads
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+from fakes.engines import load_two_layers
 from fakes.http import Served, wait_until
 from serve.conftest import LIMITS, SIZES
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.text.chat_template import load_chat_template
+from mamba_align_jax.engine.text.tokenizer import load_tokenizer
 from mamba_align_jax.serve.events.publisher import EventPublisher
 from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.settings import Settings
@@ -75,7 +77,8 @@ def test_only_replicas_that_ask_for_keys_tell_them_apart(engine, settings):
 
 @pytest.mark.deep
 def test_calls_follow_their_states_and_survive_their_replica(engine, few_programs):
-    engines = [engine, Engine.from_pretrained(BYTE_MODEL, EngineConfig(**SIZES), dtype="float32")]
+    tokenizer = load_tokenizer(BYTE_MODEL)
+    engines = [engine, Engine(load_two_layers(BYTE_MODEL), EngineConfig(**SIZES), tokenizer=tokenizer)]
     publishers = [EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", states=True) for _ in engines]
     for each, publisher in zip(engines, publishers, strict=True):
         each.on_cache_event(publisher.publish)
