@@ -8,15 +8,8 @@ import sys
 import agents
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
+from weather import PLACES, SCHEMA
 
-PLACES = ("Rome", "Oslo")
-# A model of bytes makes a token of each letter.
-SCHEMA = dict(
-    type="object",
-    properties=dict(place=dict(type="string", enum=list(PLACES))),
-    required=["place"],
-    additionalProperties=False,
-)
 TOOL = dict(type="function", function=dict(name="weather", parameters=SCHEMA))
 
 

@@ -3,15 +3,8 @@
 import sys
 
 import anthropic
+from weather import PLACES, SCHEMA, raised_by
 
-PLACES = ("Rome", "Oslo")
-# A model of bytes makes a token of each letter.
-SCHEMA = dict(
-    type="object",
-    properties=dict(place=dict(type="string", enum=list(PLACES))),
-    required=["place"],
-    additionalProperties=False,
-)
 TOOL = dict(name="weather", description="Says it.", input_schema=SCHEMA)
 
 
@@ -46,12 +39,7 @@ def refusals(client):
         (anthropic.NotFoundError, lambda: client.messages.create(**fields | dict(model="another"))),
         (anthropic.BadRequestError, lambda: client.messages.create(**fields | dict(max_tokens=0))),
     ):
-        error = None
-        try:
-            make()
-        except kind as raised:
-            error = raised
-        assert error is not None, f"no {kind.__name__}"
+        error = raised_by(kind, make)
         assert error.body["error"]["message"], error.body
     print(f"anthropic {anthropic.__version__}: refusals", flush=True)
 

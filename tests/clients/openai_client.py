@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jsonschema
 import openai
+from weather import PLACES, SCHEMA, raised_by
 
 NEAR = 1e-3
 
@@ -124,20 +125,7 @@ def second_turn_hits_the_cache(caller):
     assert second.usage.prompt_tokens_details.cached_tokens >= 64, second.usage
 
 
-# A model of bytes makes a token of each letter.
-WEATHER = dict(
-    type="function",
-    function=dict(
-        name="weather",
-        strict=True,
-        parameters=dict(
-            type="object",
-            properties=dict(place=dict(type="string", enum=["Rome", "Oslo"])),
-            required=["place"],
-            additionalProperties=False,
-        ),
-    ),
-)
+WEATHER = dict(type="function", function=dict(name="weather", strict=True, parameters=SCHEMA))
 
 
 def streamed_message(events):
@@ -169,13 +157,13 @@ def tools(caller):
         else:
             with caller.client.chat.completions.stream(**fields, tool_choice="required") as stream:
                 (choice,) = stream.get_final_completion().choices
-            assert choice.message.tool_calls[0].function.parsed_arguments["place"] in ("Rome", "Oslo")
+            assert choice.message.tool_calls[0].function.parsed_arguments["place"] in PLACES
             message, end = choice.message.model_dump(exclude={"parsed"}), choice.finish_reason
             del message["tool_calls"][0]["function"]["parsed_arguments"]
         (call,) = message["tool_calls"]
         assert end == "tool_calls", end
         assert call["function"]["name"] == "weather"
-        assert json.loads(call["function"]["arguments"])["place"] in ("Rome", "Oslo")
+        assert json.loads(call["function"]["arguments"])["place"] in PLACES
         messages += [message, dict(role="tool", tool_call_id=call["id"], content="rain")]
         (last,) = create(**fields, tool_choice="none", max_tokens=8).choices
         assert isinstance(last.message.content, str)
@@ -186,7 +174,7 @@ def tools(caller):
 def responses(caller):
     """A loop of calls with tools by the Responses API, in one piece and as events."""
     create = caller.client.responses.create
-    tool = dict(type="function", name="weather", parameters=WEATHER["function"]["parameters"], strict=True)
+    tool = dict(type="function", name="weather", parameters=SCHEMA, strict=True)
     fields = dict(model=caller.model, tools=[tool], temperature=0, parallel_tool_calls=False, store=False)
     for how in ("whole", "events"):
         said = [dict(role="user", content="Weather?")]
@@ -197,7 +185,7 @@ def responses(caller):
             answer = last.response
         (call,) = answer.output
         assert (answer.status, call.type, call.name) == ("completed", "function_call", "weather"), answer
-        assert json.loads(call.arguments)["place"] in ("Rome", "Oslo")
+        assert json.loads(call.arguments)["place"] in PLACES
         said += [call.model_dump(), dict(type="function_call_output", call_id=call.call_id, output="rain")]
         last = create(input=said, tool_choice="none", max_output_tokens=8, **fields)
         assert isinstance(last.output_text, str)
@@ -206,12 +194,7 @@ def responses(caller):
 
 
 def refused(caller, kind, make):
-    error = None
-    try:
-        make()
-    except kind as raised:
-        error = raised
-    assert error is not None, f"no {kind.__name__}"
+    error = raised_by(kind, make)
     assert error.body["message"], error.body
 
 
