@@ -205,7 +205,7 @@ def harmed(case: str, url: str) -> Iterator[None]:
 
 
 def gaps(url: str, seconds: float) -> tuple[list[float], list[float]]:
-    """Streams answers for a while. Returns the seconds between their tokens, and those before the first one of each.
+    """Streams answers for some seconds. Returns the times between their tokens, and each answer's time to its first token.
 
     A call that the server refuses or cuts raises an OSError: a neighbour must not notice.
     """
@@ -225,7 +225,7 @@ def gaps(url: str, seconds: float) -> tuple[list[float], list[float]]:
 
 
 def measure(name: str, seconds: float) -> Row:
-    """Measures the neighbour of a case for so many seconds without the harm, and for as many with it."""
+    """Measures the neighbour for `seconds` alone, and then for `seconds` beside the case's other clients."""
     case = CASES[name]
     row: Row = {"case": f"neighbours {name}", "about": case.about, "seconds": seconds}
     with served(case.options) as url:

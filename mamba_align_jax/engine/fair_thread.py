@@ -1,4 +1,4 @@
-"""A thread that works for several tenants, a call of each in turn."""
+"""A thread that runs the calls of several tenants, which take turns."""
 
 import itertools
 import threading

@@ -81,7 +81,7 @@ class AsyncEngine:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Requests that the engine doesn't have yet, and those that it has, by their ids.
         self._coming: set[_Stream] = set()
-        self._num_coming: Counter[str] = Counter()  # of each tenant
+        self._num_coming: Counter[str] = Counter()  # of requests, by tenant
         self._streams: dict[int, _Stream] = {}
         self._is_closing = False
         self._thread = ServiceThread(target=self._run, name="mamba-align engine", daemon=True)

@@ -15,7 +15,7 @@ by_rank = attrgetter("rank")
 
 
 class _SamePriority:
-    """The waiting requests of one priority: those that ran before, by rank, and then those of the tenants, in turn."""
+    """The waiting requests of one priority: preempted requests by rank, and then new requests, tenant by tenant."""
 
     def __init__(self) -> None:
         self.returned: list[Request] = []
@@ -33,7 +33,7 @@ class _SamePriority:
 
 
 class WaitingQueue:
-    """Waiting requests. Those of one priority number run in turn, one of each tenant, and those of a tenant as they came.
+    """Waiting requests. At one priority, tenants take turns, and a tenant's requests run in the order of their arrival.
 
     A preempted request that is put back has had its tenant's turn. It runs before all requests of its priority that never
     ran, and keeps its rank.
