@@ -388,6 +388,15 @@ def test_tokens_of_a_message_are_counted_as_they_are_used(served):
     assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+def test_counting_draws_no_seed_and_renders_no_other_chat(served, monkeypatch):
+    """With `--seed`, calls would otherwise get other seeds after tokens were counted."""
+    drawn = []
+    monkeypatch.setattr(served.service, "_new_seed", lambda count: drawn.append(count) or 0)
+    monkeypatch.setattr(served.service, "checkpoint_offsets", lambda prompt: drawn.append(prompt))
+    answer(served.post(f"{MESSAGES}/count_tokens", {"messages": ASK[MESSAGES]["messages"]}))
+    assert drawn == []
+
+
 def test_a_stop_sequence_is_told(served):
     text = said_by(MESSAGES, answer(served.post(MESSAGES, ASK[MESSAGES])))
     whole = answer(served.post(MESSAGES, ASK[MESSAGES] | {"stop_sequences": [text[2]]}))

@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.serve.api.field_table import ApiField
 from mamba_align_jax.serve.api.json_slices import SLICE_BYTES, TooManyValues, decode
 from mamba_align_jax.serve.refusals import Refusal
@@ -89,6 +90,23 @@ class Fields:
 
     def _name(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
+
+
+def as_it_came(name: str, value: T) -> T:
+    """Returns a field's value, which is checked elsewhere or changes nothing."""
+    return value
+
+
+def json_object(name: str, value: Any) -> dict[str, Any]:
+    """Checks a field whose value is a JSON object."""
+    values.require(isinstance(value, dict), name, "a JSON object", type(value))
+    return value
+
+
+def tool_list(name: str, value: Any, limits: Limits, take: Callable[[str, Any], T]) -> list[T]:
+    """Returns what `take` makes of each tool of a list, which may not have too many of them."""
+    values.require(isinstance(value, list) and len(value) <= limits.tools, name, f"at most {limits.tools} tools", value)
+    return [take(f"{name}[{number}]", one) for number, one in enumerate(value)]
 
 
 async def read_fields(request: Request, limits: Limits, run: Run) -> Fields:

@@ -11,7 +11,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.errors import FieldError
-from mamba_align_jax.serve.api.fields import Fields
+from mamba_align_jax.serve.api.fields import Fields, as_it_came
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Limits, Settings
 
@@ -30,7 +30,7 @@ def take_sampling(fields: Fields, settings: Settings) -> dict[str, Any]:
     The call is refused if a field is malformed or exceeds a limit.
     """
     limits = settings.limits
-    found: dict[str, Any] = {name: fields.take(name, lambda name, value: value) for name in _SAME}
+    found: dict[str, Any] = {name: fields.take(name, as_it_came) for name in _SAME}
     top_k = fields.take("top_k", values.integer, -1)
     found["top_k"] = 0 if top_k == -1 else top_k
     found["seed"] = fields.take("seed", values.integer, None, None)

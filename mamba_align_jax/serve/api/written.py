@@ -1,7 +1,8 @@
 """Answers calls of the APIs whose replies are blocks, in one piece or as named events."""
 
+import contextlib
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax.engine.scheduling.request import RequestUpdate
-from mamba_align_jax.serve.api.chat_plan import ChatPlan, plan_chat
-from mamba_align_jax.serve.api.fields import Fields
+from mamba_align_jax.serve.api.chat_plan import ChatPlan
 from mamba_align_jax.serve.api.form import Form, Streaming
 from mamba_align_jax.serve.api.generation import Asked, Choice, run_requests, usage
 from mamba_align_jax.serve.api.replies import Reply
@@ -44,25 +44,15 @@ async def answer(
     return await form.answer(request, plan.asked, plan.n, Streaming() if streams else None)
 
 
-async def plan(service: Service, key: bytes | None, chat: Mapping[str, Any], names: Mapping[str, str]) -> ChatPlan:
-    """Returns what is to run for the fields of a chat.
-
-    Args:
-        service: The service.
-        key: The caller's key.
-        chat: The fields of a chat, but for the model.
-        names: What the endpoint calls fields of the chat, where it is another name, for errors.
-
-    Raises:
-        Refusal: As for `plan_chat`, with the endpoint's name of the field.
-    """
+@contextlib.contextmanager
+def own_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Gives a Refusal of a chat's field the endpoint's name of it: `names` has those that differ."""
     try:
-        return await plan_chat(service, key, Fields("", chat))
+        yield
     except Refusal as error:
-        param = error.param
-        if param is not None:
+        if error.param is not None:
             # A message and its parts have another place here.
-            first = re.split(r"[.\[]", param, maxsplit=1)[0]
+            first = re.split(r"[.\[]", error.param, maxsplit=1)[0]
             error.param = names.get(first, first)
         raise
 

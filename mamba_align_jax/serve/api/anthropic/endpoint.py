@@ -8,8 +8,10 @@ from starlette.responses import Response
 from mamba_align_jax import _values as values
 from mamba_align_jax.serve.api.anthropic.reading import NAMES, to_chat
 from mamba_align_jax.serve.api.anthropic.writing import MessageWriter
+from mamba_align_jax.serve.api.chat_plan import plan_chat, read_chat
+from mamba_align_jax.serve.api.fields import Fields
 from mamba_align_jax.serve.api.service import Service
-from mamba_align_jax.serve.api.written import answer, plan
+from mamba_align_jax.serve.api.written import answer, own_names
 from mamba_align_jax.serve.limits.clients import EventStream
 from mamba_align_jax.serve.refusals import json_response
 
@@ -19,7 +21,8 @@ async def create_message(service: Service, request: Request) -> Response | Event
     key, fields = await service.read(request)
     streams = fields.take("stream", values.flag) or False
     chat = await fields.aside(to_chat, fields, service.settings.limits)
-    planned = await plan(service, key, chat, NAMES)
+    with own_names(NAMES):
+        planned = await plan_chat(service, key, Fields("", chat))
     writer = MessageWriter(service.settings.model_name, uuid.uuid4().hex)
     return await answer(service, request, planned, writer, streams=streams)
 
@@ -29,5 +32,6 @@ async def count_tokens(service: Service, request: Request) -> Response:
     key, fields = await service.read(request)
     fields.take("stream", values.flag)
     chat = await fields.aside(to_chat, fields, service.settings.limits, counts=True)
-    planned = await plan(service, key, chat | {"max_tokens": 1}, NAMES)
-    return json_response({"input_tokens": len(planned.asked[0][0])})
+    with own_names(NAMES):
+        read = await read_chat(service, key, Fields("", chat | {"max_tokens": 1}))
+    return json_response({"input_tokens": len(read.prompt.tokens)})

@@ -10,7 +10,7 @@ from typing import Any
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.serve.api.field_table import ApiField
-from mamba_align_jax.serve.api.fields import Fields
+from mamba_align_jax.serve.api.fields import Fields, as_it_came, json_object, tool_list
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Limits
 
@@ -47,9 +47,9 @@ def to_chat(fields: Fields, limits: Limits, *, counts: bool = False) -> dict[str
     system, messages = fields.take("system", _texts, limits), fields.need("messages", _messages, limits)
     found["messages"] = ([{"role": "system", "content": system}] if system else []) + messages
     for name, own in (("temperature", "temperature"), ("top_p", "top_p"), ("top_k", "top_k")):
-        found[own] = fields.take(name, lambda name, value: value)
-    found["stop"] = fields.take("stop_sequences", lambda name, value: value)
-    found["tools"] = fields.take("tools", _tools, limits)
+        found[own] = fields.take(name, as_it_came)
+    found["stop"] = fields.take("stop_sequences", as_it_came)
+    found["tools"] = fields.take("tools", tool_list, limits, _tool)
     found |= fields.take("tool_choice", _tool_choice) or {}
     found["chat_template_kwargs"] = fields.take("thinking", _thinking)
     found |= fields.take("output_config", _output) or {}
@@ -70,7 +70,7 @@ def _message(name: str, value: Any, limits: Limits) -> list[dict[str, Any]]:
     """Returns the messages of a chat that a message is: results of tools are messages of their own, before the text."""
     message = Fields(name, value)
     role = message.need("role", values.choice, ("user", "assistant"))
-    content = message.need("content", lambda name, value: value)
+    content = message.need("content", as_it_came)
     message.end(_CACHE_CONTROL)
     if isinstance(content, str):
         return [{"role": role, "content": values.text(f"{name}.content", content)}]
@@ -106,7 +106,7 @@ def _block(name: str, value: Any, role: str, said: _Said, limits: Limits) -> Non
     match block.need("type", values.choice, kinds, " (images and documents are not supported)"):
         case "text":
             said.texts.append({"type": "text", "text": block.need("text", values.text)})
-            block.take("citations", lambda name, value: value)
+            block.take("citations", as_it_came)
         case "thinking":
             said.reasoning.append(block.need("thinking", values.text))
             block.take("signature", values.text)
@@ -116,7 +116,7 @@ def _block(name: str, value: Any, role: str, said: _Said, limits: Limits) -> Non
         case "tool_use":
             called = {"name": block.need("name", values.text), "arguments": block.need("input", _input)}
             identity = block.need("id", values.text)
-            block.take("caller", lambda name, value: value)
+            block.take("caller", as_it_came)
             said.calls.append({"id": identity, "type": "function", "function": called})
         case "tool_result":
             identity = block.need("tool_use_id", values.text)
@@ -143,7 +143,7 @@ def _texts(name: str, value: Any, limits: Limits) -> str | list[dict[str, str]]:
         one = Fields(f"{name}[{number}]", block)
         one.need("type", values.choice, ("text",), " (images and documents are not supported)")
         said.texts.append({"type": "text", "text": one.need("text", values.text)})
-        one.take("citations", lambda name, value: value)
+        one.take("citations", as_it_came)
         one.end(_CACHE_CONTROL)
     return said.texts
 
@@ -157,25 +157,15 @@ def _input(name: str, value: Any) -> str:
     return json.dumps(value)
 
 
-def _tools(name: str, value: Any, limits: Limits) -> list[dict[str, Any]]:
-    values.require(isinstance(value, list) and len(value) <= limits.tools, name, f"at most {limits.tools} tools", value)
-    return [_tool(f"{name}[{number}]", one) for number, one in enumerate(value)]
-
-
 def _tool(name: str, value: Any) -> dict[str, Any]:
     tool = Fields(name, value)
     tool.take("type", values.choice, ("custom",), " (the server has no tools of its own)")
-    function = {"name": tool.need("name", values.text), "parameters": tool.need("input_schema", _object)}
+    function = {"name": tool.need("name", values.text), "parameters": tool.need("input_schema", json_object)}
     described, strict = tool.take("description", values.text), tool.take("strict", values.flag)
-    tool.take("input_examples", lambda name, value: value)
+    tool.take("input_examples", as_it_came)
     tool.end(_CACHE_CONTROL)
     function |= {} if described is None else {"description": described}
     return {"type": "function", "function": function | ({"strict": True} if strict else {})}
-
-
-def _object(name: str, value: Any) -> dict[str, Any]:
-    values.require(isinstance(value, dict), name, "a JSON object", type(value))
-    return value
 
 
 def _tool_choice(name: str, value: Any) -> dict[str, Any]:
@@ -205,7 +195,7 @@ def _output(name: str, value: Any) -> dict[str, Any]:
     found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if form is not None:
         form.need("type", values.choice, ("json_schema",))
-        schema = form.need("schema", _object)
+        schema = form.need("schema", json_object)
         form.end()
         found["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
     return found

@@ -7,10 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.serve.api.chat_plan import plan_chat
+from mamba_align_jax.serve.api.fields import Fields, as_it_came
 from mamba_align_jax.serve.api.responses.reading import NAMES, to_chat
 from mamba_align_jax.serve.api.responses.writing import ResponseWriter
 from mamba_align_jax.serve.api.service import Service
-from mamba_align_jax.serve.api.written import answer, plan
+from mamba_align_jax.serve.api.written import answer, own_names
 from mamba_align_jax.serve.limits.clients import EventStream
 
 
@@ -19,8 +21,9 @@ async def create_response(service: Service, request: Request) -> Response | Even
     key, fields = await service.read(request)
     streams = fields.take("stream", values.flag) or False
     # What would hide the length of deltas from who watches the line is not added.
-    fields.take("stream_options", lambda name, value: value)
+    fields.take("stream_options", as_it_came)
     read = await fields.aside(to_chat, fields, service.settings.limits)
-    planned = await plan(service, key, read.chat, NAMES)
+    with own_names(NAMES):
+        planned = await plan_chat(service, key, Fields("", read.chat))
     writer = ResponseWriter(service.settings.model_name, uuid.uuid4().hex, int(time.time()), read.shown)
     return await answer(service, request, planned, writer, streams=streams)

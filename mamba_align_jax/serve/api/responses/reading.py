@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.serve.api.field_table import ApiField
-from mamba_align_jax.serve.api.fields import Fields
+from mamba_align_jax.serve.api.fields import Fields, as_it_came, json_object, tool_list
 from mamba_align_jax.serve.settings import Limits
 
 _OF, _AT = ("OpenAI",), ("responses",)
@@ -64,7 +64,7 @@ def to_chat(fields: Fields, limits: Limits) -> Read:
     """
     instructions = fields.take("instructions", values.text)
     messages = fields.need("input", _input, limits)
-    tools = fields.take("tools", _tools, limits) or []
+    tools = fields.take("tools", tool_list, limits, _tool) or []
     choice = fields.take("tool_choice", _tool_choice) or "auto"
     parallel = fields.take("parallel_tool_calls", values.flag) is not False
     reasoning, effort = fields.take("reasoning", Fields), None
@@ -76,8 +76,8 @@ def to_chat(fields: Fields, limits: Limits) -> Read:
         reasoning.end()
     text = fields.take("text", Fields)
     form = None if text is None else _format(text)
-    sampling = {name: fields.take(name, lambda name, value: value) for name in ("temperature", "top_p", "top_k")}
-    limit, metadata = fields.take("max_output_tokens", values.integer, 1), fields.take("metadata", _object) or {}
+    sampling = {name: fields.take(name, as_it_came) for name in ("temperature", "top_p", "top_k")}
+    limit, metadata = fields.take("max_output_tokens", values.integer, 1), fields.take("metadata", json_object) or {}
     salt = fields.take("cache_salt", values.text)
     fields.end(KNOWN)
     chat = sampling | {
@@ -174,19 +174,9 @@ def _content(name: str, value: Any) -> str | list[dict[str, str]]:
         part.need("type", values.choice, _PARTS, " (images, sound and files are not supported)")
         found.append({"type": "text", "text": part.need("text", values.text)})
         for own in ("annotations", "logprobs"):
-            part.take(own, lambda name, value: value)
+            part.take(own, as_it_came)
         part.end()
     return found
-
-
-def _object(name: str, value: Any) -> dict[str, Any]:
-    values.require(isinstance(value, dict), name, "a JSON object", type(value))
-    return value
-
-
-def _tools(name: str, value: Any, limits: Limits) -> list[dict[str, Any]]:
-    values.require(isinstance(value, list) and len(value) <= limits.tools, name, f"at most {limits.tools} tools", value)
-    return [_tool(f"{name}[{number}]", one) for number, one in enumerate(value)]
 
 
 def _tool(name: str, value: Any) -> dict[str, Any]:
@@ -194,7 +184,7 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
     tool.need("type", values.choice, ("function",), " (the server has no tools of its own)")
     called, described = tool.need("name", values.text), tool.take("description", values.text)
     parameters, strict = (
-        tool.take("parameters", _object) or {"type": "object"},
+        tool.take("parameters", json_object) or {"type": "object"},
         tool.take("strict", values.flag) or False,
     )
     tool.end()
@@ -228,7 +218,7 @@ def _format(text: Fields) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {"type": form.need("type", values.choice, ("text", "json_object", "json_schema"))}
     if found["type"] == "json_schema":
-        found |= {"name": form.need("name", values.text), "schema": form.need("schema", _object)}
+        found |= {"name": form.need("name", values.text), "schema": form.need("schema", json_object)}
         found |= {"description": form.take("description", values.text), "strict": form.take("strict", values.flag)}
     form.end()
     return found
