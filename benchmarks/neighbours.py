@@ -160,7 +160,7 @@ def _post(url: str, path: str, body: bytes, address: str = "") -> None:
 @contextlib.contextmanager
 def served(options: Sequence[str]) -> Iterator[str]:
     """Serves the bundled model from a process of its own, whose programs are compiled. Yields the address."""
-    command = [sys.executable, "-m", "mamba_align_jax", "serve", "--port=0", *options]
+    command = [sys.executable, "-m", "mamba_align_jax", "serve", "--port=0", "--warmup=none", *options]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=_ROOT, stdout=log, stderr=log)
         try:
