@@ -71,6 +71,13 @@ def test_info_plans_for_another_gpu_without_loading_weights(capsys):
     assert (found["longest_requests"], found["layers"]) == (7, {"gdn": 3, "attention": 1})
 
 
+def test_a_16_bit_model_runs_in_float32_on_a_cpu(capsys):
+    """Each token would take 20 times as long in bfloat16, because whole pools would be converted."""
+    for arguments, dtype in (([], "float32"), (["--gpu-memory-gb", "80"], "bfloat16")):
+        assert main(["info", "--json", *arguments]) == 0
+        assert json.loads(capsys.readouterr().out)["dtype"] == dtype
+
+
 def test_info_works_for_a_model_without_attention(capsys):
     assert main(["info", "--model", str(DATA / "mamba")]) == 0
     assert "3 mamba1" in capsys.readouterr().out

@@ -57,7 +57,17 @@ def _load_model(options: argparse.Namespace, dtype: str | None, *, is_large: boo
 
     place = jax.local_devices(backend="cpu")[0] if is_large else None
     with _loading() as loaded, jax.default_device(place):
-        return load_model(options.model, dtype, loaded)
+        return load_model(options.model, dtype or _dtype_of_device(), loaded)
+
+
+def _dtype_of_device() -> str | None:
+    """The dtype of a model whose user names none. None is that of its files.
+
+    XLA computes in float32 on a CPU, and it would convert whole pools of 16-bit floats, and back, whenever they are updated.
+    """
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else None
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -239,7 +249,7 @@ def _info(options: argparse.Namespace) -> int:
     from mamba_align_jax.models import outline_model
     from mamba_align_jax.models.config_files import read_sampling_defaults
 
-    model = outline_model(options.model)
+    model = outline_model(options.model, _dtype_of_device() if options.gpu_memory_gb is None else None)
     memory, facts = DeviceMemory.of(), facts_of(model)
     if options.gpu_memory_gb is not None:
         limit = int(options.gpu_memory_utilization * options.gpu_memory_gb * 1e9)

@@ -82,7 +82,9 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """Adds the option of a model's dtype."""
     dtypes = ("auto", "float32", "bfloat16", "float16")
-    text = "the dtype of weights and activations; auto, the default, is that of config.json or else of the weights"
+    text = (
+        "the dtype of weights and activations; auto is that of config.json or else of the weights, and float32 on a CPU"
+    )
     parser.add_argument("--dtype", choices=dtypes, default="auto", help=text)
 
 
