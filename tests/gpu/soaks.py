@@ -91,7 +91,7 @@ def main(arguments=None):
     parser.add_argument("--json", type=Path, default=record.RESULTS, metavar="FILE", help="of the rows")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    before = record.last("soak", options.json)
+    before = record.last("soak", record.RESULTS)
     seed = options.seed if options.seed is not None else before["next_seed"] if before else 0
     began = time.monotonic()
     processes = [start(number, options, seed) for number in range(options.processes)]

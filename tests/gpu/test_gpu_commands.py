@@ -173,6 +173,21 @@ def test_a_soak_goes_on_with_the_seed_after_its_last_one(tmp_path):
     assert row["failures"] == ["stub, seed 8", "process 2 ended with None"]
 
 
+def test_a_soak_goes_on_from_the_recorded_rows_wherever_its_own_row_goes(tmp_path, monkeypatch):
+    recorded, begun = tmp_path / "recorded.jsonl", []
+    recorded.write_text(json.dumps(dict(kind="soak", next_seed=16)) + "\n" + json.dumps(dict(kind="tests")) + "\n")
+    monkeypatch.setattr(soaks.record, "RESULTS", recorded)
+
+    def start(number, options, seed):
+        begun.append(seed + number)
+        return tmp_path / "nothing", subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(soaks, "start", start)
+    soaks.main(["--processes=2", f"--out={tmp_path}", f"--json={tmp_path / 'own.jsonl'}", "--commit=none"])
+    assert begun == [16, 17]
+    assert json.loads((tmp_path / "own.jsonl").read_text())["first_seed"] == 16
+
+
 def test_no_file_of_a_gpu_run_needs_the_server():
     """A machine with a GPU may not have the extra `serve`, and importing a file imports the conftest of its folder."""
     assert [file for file in files.in_folder(HERE.parent) if file.parent.name == "serve"] == []
