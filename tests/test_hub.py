@@ -10,6 +10,7 @@ import pytest
 from fakes.hub import hub
 
 from mamba_align_jax.cli.hub import find_model
+from mamba_align_jax.models.tensor_files import stored_tensors
 
 QUICK = Path(__file__).parent / "data" / "mamba"
 WEIGHTS = {"model.safetensors.index.json": json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}).encode(),
@@ -47,6 +48,24 @@ def test_a_command_takes_a_model_of_the_hub(address, tmp_path):
     address = {"HF_ENDPOINT": address[0], "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(command, env=os.environ | address, capture_output=True, text=True)
     assert (done.returncode, "3 mamba1" in done.stdout) == (0, True), done.stderr
+
+
+def test_what_weights_weigh_is_known_from_their_headers_alone(address, tmp_path):
+    address, sent = address
+    folder = tmp_path / "outlines"
+    folder.mkdir()
+    directory, name = find_model("org/quick", endpoint=address, outlines=folder)
+    assert (directory, name, "model.safetensors" in sent, "config.json" in sent) == (folder, "org/quick", False, True)
+    outline, whole = (stored_tensors(where) for where in (folder, QUICK))
+    assert {name: (tensor.kind, tensor.shape) for name, tensor in outline.items()} == {
+        name: (tensor.kind, tensor.shape) for name, tensor in whole.items()
+    }
+    # Weights that were downloaded before are taken as they are.
+    there = find_model("org/quick", endpoint=address).directory / "model.safetensors"
+    other = tmp_path / "others"
+    other.mkdir()
+    find_model("org/quick", endpoint=address, outlines=other)
+    assert (other / "model.safetensors").resolve() == there.resolve()
 
 
 @pytest.mark.parametrize("asked", [("org/sharded@v1",), ("org/sharded", "v1")])

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -411,13 +412,16 @@ def main(arguments: list[str] | None = None) -> int:
             # What the file says takes the place of the defaults.
             options.parser.set_defaults(**vars(options.parser.parse_args(options_in(options.config))))
             options = parser.parse_args(arguments)
-        if "model" in options:
-            options.model, options.model_name = find_model(options.directory or options.model, options.revision)
-        if getattr(options, "dtype", None) == "auto":
-            options.dtype = None
-        if "gpu_memory_utilization" in options:
-            _take_memory(options.gpu_memory_utilization)
-        return options.run(options)
+        outlines = tempfile.TemporaryDirectory() if options.run is _info else contextlib.nullcontext()
+        with outlines as folder:
+            if "model" in options:
+                asked = options.directory or options.model, options.revision
+                options.model, options.model_name = find_model(*asked, outlines=folder and Path(folder))
+            if getattr(options, "dtype", None) == "auto":
+                options.dtype = None
+            if "gpu_memory_utilization" in options:
+                _take_memory(options.gpu_memory_utilization)
+            return options.run(options)
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:

@@ -26,7 +26,9 @@ class FoundModel(NamedTuple):
     name: str
 
 
-def find_model(model: str, revision: str | None = None, endpoint: str | None = None) -> FoundModel:
+def find_model(
+    model: str, revision: str | None = None, endpoint: str | None = None, *, outlines: Path | None = None
+) -> FoundModel:
     """Returns the directory of a model. A model of the Hub is downloaded, unless huggingface_hub's cache has it.
 
     Only files that this library reads are downloaded: configurations, the tokenizer, and the safetensors files that the
@@ -36,6 +38,8 @@ def find_model(model: str, revision: str | None = None, endpoint: str | None = N
         model: A directory; or ORG/NAME or ORG/NAME@REVISION, if there is no such directory.
         revision: A branch, a tag or a commit of a model of the Hub; None takes the model's own, or else the newest.
         endpoint: The Hub's address; None takes huggingface_hub's own, which HF_ENDPOINT may set.
+        outlines: An empty folder. It receives a model of the Hub whose weights need not be read: of files with weights that
+            the cache lacks, only the headers are downloaded. None downloads the weights.
 
     Raises:
         ValueError: there is neither such a directory nor such a model, or it can't be downloaded. The text says what helps.
@@ -50,7 +54,7 @@ def find_model(model: str, revision: str | None = None, endpoint: str | None = N
     name, revision = parts["name"], revision or parts["revision"]
     by_hand = f"hf download {name}{f' --revision {revision}' if revision else ''} --local-dir DIR"
     try:
-        return FoundModel(_download(name, revision, endpoint), name)
+        return FoundModel(_download(name, revision, endpoint, outlines), name)
     except ImportError as error:
         raise ValueError(
             f"{model} is no directory here, and to download it needs the extra 'hub': "
@@ -64,7 +68,7 @@ def find_model(model: str, revision: str | None = None, endpoint: str | None = N
         ) from error
 
 
-def _download(name: str, revision: str | None, endpoint: str | None) -> Path:
+def _download(name: str, revision: str | None, endpoint: str | None, outlines: Path | None) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(files: list[str], revision: str | None) -> Path:
@@ -77,9 +81,34 @@ def _download(name: str, revision: str | None, endpoint: str | None) -> Path:
             weights = set(json.loads(index.read_text(encoding="utf8"))["weight_map"].values())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"its {_INDEX} names no files") from error
+    if outlines is not None:
+        return _outline(name, directory, sorted(weights), endpoint, outlines)
     # The directory has the commit's name, so the weights are of the same one.
     fetch(sorted(weights), directory.name)
     missing = sorted(file for file in weights if not (directory / file).is_file())
     if missing:
         raise ValueError(f"it has no {missing[0]}, or only a part of it was downloaded before")
     return directory
+
+
+def _outline(name: str, directory: Path, weights: list[str], endpoint: str | None, folder: Path) -> Path:
+    """Puts a model into a folder: what describes it, and files of weights that have a header and then a hole.
+
+    Returns:
+        The folder.
+    """
+    from huggingface_hub import HfApi
+
+    for file in directory.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    for file in weights:
+        if (folder / file).exists():
+            continue
+        found = HfApi(endpoint=endpoint).parse_safetensors_file_metadata(name, file, revision=directory.name)
+        fields = lambda tensor: dict(dtype=tensor.dtype, shape=tensor.shape, data_offsets=list(tensor.data_offsets))
+        header = json.dumps({name: fields(tensor) for name, tensor in found.tensors.items()}).encode()
+        end = max((tensor.data_offsets[1] for tensor in found.tensors.values()), default=0)
+        with (folder / file).open("wb") as target:
+            target.write(len(header).to_bytes(8, "little") + header)
+            target.truncate(8 + len(header) + end)
+    return folder

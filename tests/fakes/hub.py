@@ -9,12 +9,13 @@ from threading import Thread
 
 INFO, TREE = re.compile(r"/api/models/(.+?)/revision/(.+)"), re.compile(r"/api/models/(.+?)/tree/(.+)")
 FILE = re.compile(r"/(.+?/.+?)/resolve/(.+?)/(.+)")
+RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 JSON = {"Content-Type": "application/json"}
 
 
 @contextlib.contextmanager
 def hub(repositories):
-    """Serves repositories: by name and revision, the content of each file. Yields the address and what was sent."""
+    """Serves repositories: the content of each file, by name and revision. Yields the address and the files sent whole."""
     sent = []
     commits = {(name, hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()): files
                for (name, revision), files in repositories.items()}  # fmt: skip
@@ -46,9 +47,13 @@ def hub(repositories):
 
         def file(self, name, commit, file):
             content = commits[name, commit][file]
+            headers = {"X-Repo-Commit": commit, "ETag": hashlib.sha1(content).hexdigest()}
+            if asked := RANGE.fullmatch(self.headers.get("Range") or ""):
+                first, last = map(int, asked.groups())
+                return self.answer(206, content[first : last + 1], headers)
             if self.command == "GET":
                 sent.append(file)
-            self.answer(200, content, {"X-Repo-Commit": commit, "ETag": hashlib.sha1(content).hexdigest()})
+            self.answer(200, content, headers)
 
         def answer(self, status, body, headers=()):
             self.send_response(status)
