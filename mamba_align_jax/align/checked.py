@@ -131,6 +131,19 @@ class StepChecker:
         for written in self._written[group].values():
             written[block] = True
 
+    def copied(self, source: int, destination: int) -> None:
+        """Takes note that a block was copied in all groups, between the checks of the steps before and after it.
+
+        Raises:
+            ValueError: The block that was read is not written. After an error the checker cannot be used again.
+        """
+        for group, records in enumerate(self._written):
+            for kind, written in records.items():
+                if not written[source]:
+                    what = f"block {source} of group {self.align.groups[group].name!r} is copied"
+                    raise ValueError(f"{what}, but it has no {_KINDS[kind]}")
+                written[destination] = True
+
     def corrected(self, corrections: Corrections) -> None:
         """Takes note of a call of `correct_counts`. Call it between the checks of the steps before and after that call.
 

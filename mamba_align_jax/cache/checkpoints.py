@@ -12,15 +12,16 @@ from mamba_align_jax.align.columns import last_boundary
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The boundaries at which one request keeps its state.
+    """The positions at which one request keeps its state.
 
-    Boundaries in `offsets` and multiples of `interval` stay cached. Any other boundary, where decoding or the end of a chunk
+    Positions in `offsets` and multiples of `interval` stay cached. Any other boundary, where decoding or the end of a chunk
     has left a state, stays cached until the request passes the next one. So a request that ends or is preempted anywhere
     leaves the state of the last boundary that it has computed. In mode "all" a boundary that was passed stays cached, too,
     but is expendable.
 
     Attributes:
-        offsets: The boundaries that stay cached, in tokens, in rising order.
+        offsets: The positions that stay cached, in tokens, in rising order: boundaries, and multiples of the cache's
+            granularity inside blocks.
         interval: Tokens between further boundaries that stay cached, or None.
     """
 
@@ -42,18 +43,18 @@ class Checkpoints:
         return [offset for offset in self.offsets if offset > start] + periodic
 
 
-def requested_offsets(wanted: Collection[int], prompt: int, block_size: int) -> tuple[int, ...]:
-    """Rounds offsets down to boundaries, and drops 0, duplicates and offsets after the prompt."""
+def requested_offsets(wanted: Collection[int], prompt: int, granularity: int) -> tuple[int, ...]:
+    """Rounds offsets down to multiples of `granularity`, and drops 0, duplicates and offsets after the prompt."""
     prompt = values.integer("requested_offsets: prompt", prompt, 0)
-    block_size = values.integer("requested_offsets: block_size", block_size, 1)
+    granularity = values.integer("requested_offsets: granularity", granularity, 1)
     wanted = values.integers("requested_offsets: wanted", wanted, ordered=False)
-    return tuple(sorted({last_boundary(offset, block_size) for offset in wanted if offset <= prompt} - {0}))
+    return tuple(sorted({last_boundary(offset, granularity) for offset in wanted if offset <= prompt} - {0}))
 
 
 def request_checkpoints(
     prompt: int, block_size: int, *, requested: Sequence[int] = (), junction: int = 0, interval: int | None = None
 ) -> Checkpoints:
-    """Returns what a request keeps: the prompt's last cacheable boundary, the junction, and the requested boundaries.
+    """Returns what a request keeps: the prompt's last cacheable boundary, the junction, and the requested positions.
 
     At least one of the prompt's tokens is always computed, never taken from the cache. `junction` is the boundary up to
     which pages but no state were cached (`HybridHit.junction`), or 0.

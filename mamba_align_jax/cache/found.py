@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mamba_align_jax.cache.steps import Hit
+from mamba_align_jax.cache.steps import Copy, Hit
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,7 @@ class HybridHit:
     """A cached prefix.
 
     Attributes:
-        length: Its number of tokens, a multiple of the block size.
+        length: Its number of tokens, a multiple of the cache's granularity.
         state: Its state block, and the hashes by which it was looked up.
         pages: Its KV pages, in order.
         junction: A boundary up to which pages are cached but no state is, or 0. A chunk should end there, so that the
@@ -37,7 +37,7 @@ class CachedPrefix:
     Attributes:
         num_tokens: The number of tokens from whose states and keys a request with this prompt would start.
         num_paged_tokens: The number of its first tokens whose keys and values are cached, at least `num_tokens`.
-        boundaries: The boundaries in the prompt at which a state is cached, in tokens.
+        boundaries: The positions in the prompt at which a state is cached, in tokens.
         miss: Why a request would not start from more tokens: see `HybridHit.miss`.
     """
 
@@ -49,7 +49,18 @@ class CachedPrefix:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The new entries of a request's rows: `columns` are (column, block) pairs, `pages` are (number, page) pairs."""
+    """What a request gets for a step.
+
+    Attributes:
+        columns: The new (column, block) entries of its row of the block table.
+        pages: The new (number, page) entries of its row of the page table.
+        load: A state that must be copied before the step, from the first block to the second one. Only a request that
+            enters inside a block has one.
+        save: A state that must be copied after the step and before any later one, from the first block to the second
+            one. Only a chunk that ends inside a block, where the request keeps its state, has one.
+    """
 
     columns: Sequence[tuple[int, int]]
     pages: Sequence[tuple[int, int]]
+    load: Copy | None = None
+    save: Copy | None = None

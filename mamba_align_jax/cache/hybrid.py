@@ -60,6 +60,8 @@ class HybridCache:
         interval, size = checkpoint_interval, states.block_size
         fits, wanted = states.mode == "none" or size % kv.page_size == 0, f"a multiple of the page size {kv.page_size}"
         values.require(fits, "HybridCache: block_size", wanted, size)
+        fits, wanted = states.granularity % kv.page_size == 0, f"with a granularity of pages of {kv.page_size} tokens"
+        values.require(states.mode == "none" or fits, "HybridCache: states", wanted, states.granularity)
         fits = interval is None or (values.is_integer(interval) and interval >= 1 and interval % size == 0)
         values.require(fits, "HybridCache: checkpoint_interval", f"None or a multiple of {size}", interval)
         self.states = states
@@ -112,8 +114,11 @@ class HybridCache:
         return HybridHit(0, Hit(0, (), chain), miss=None if self.states.mode == "none" else why)
 
     def requested_offsets(self, wanted: Collection[int], prompt: int) -> tuple[int, ...]:
-        """Rounds the offsets `wanted` into a prompt of `prompt` tokens to boundaries. Returns none in mode "none"."""
-        return () if self.states.mode == "none" else requested_offsets(wanted, prompt, self.states.block_size)
+        """Rounds the offsets `wanted` into a prompt of `prompt` tokens down to positions at which a state may be kept.
+
+        These are multiples of the granularity of `states`. Returns none in mode "none".
+        """
+        return () if self.states.mode == "none" else requested_offsets(wanted, prompt, self.states.granularity)
 
     def checkpoints(self, prompt: int, requested: Sequence[int] = (), junction: int = 0) -> Checkpoints:
         """Returns what a request with a prompt of `prompt` tokens keeps: see `request_checkpoints`.
@@ -129,8 +134,8 @@ class HybridCache:
         """Returns the end of the next prefill chunk, or 0 if the request should wait for the next step.
 
         The chunk does not end inside a block merely because other rows of the step have used up a part of the budget. In
-        mode "all" it stops at none of the boundaries inside it, because it keeps them. In mode "none" it takes the whole
-        budget.
+        mode "all" it stops at none of the boundaries inside it, because it keeps them, but at stops inside blocks. In mode
+        "none" it takes the whole budget.
 
         Args:
             start: The first position to compute.
@@ -142,14 +147,17 @@ class HybridCache:
         start, budget = values.integer("chunk_end: start", start, 0), values.integer("chunk_end: budget", budget)
         prompt = values.integer("chunk_end: prompt", prompt, 0)
         max_num_batched_tokens = values.integer("chunk_end: max_num_batched_tokens", max_num_batched_tokens, 1)
-        size, mode = self.states.block_size, self.states.mode
+        size, mode, granularity = self.states.block_size, self.states.mode, self.states.granularity
         if budget <= 0:
             return 0
 
         def end_by(budget: int) -> int:
             if mode == "align":
-                return next_chunk_end(start, start + budget, prompt, size, stops)
+                return next_chunk_end(start, start + budget, prompt, size, stops, granularity)
             end = min(start + budget, prompt)
+            inside = [at for at in stops if start < at <= end and at % size and at % granularity == 0]
+            if mode == "all" and inside:
+                return min(inside)
             return end if mode == "none" else aligned_end(start, end, prompt, size)
 
         end = end_by(budget)
@@ -201,7 +209,7 @@ class HybridCache:
             num_tokens: The number of tokens in the step, drafts included.
             num_drafts: How many of them are drafts.
             hit: What `lookup` returned in the same scheduling pass, if the request enters.
-            keep: The boundaries that stay cached, if the request enters. None keeps every boundary that its steps end
+            keep: The positions that stay cached, if the request enters. None keeps every boundary that its steps end
                 on or pass.
 
         Returns:
@@ -218,7 +226,7 @@ class HybridCache:
         values.instance("allocate: hit", hit, HybridHit, optional=True)
         values.instance("allocate: keep", keep, Checkpoints, optional=True)
         hit = hit or HybridHit(0, Hit(0, (), HashChain(self.kv.page_size)))
-        if not self.kv.fits(request, end, hit.pages) or not self.states.fits(*step, hit=hit.state):
+        if not self.kv.fits(request, end, hit.pages) or not self.states.fits(*step, hit=hit.state, keep=keep):
             return None
         # Pages first: when a page is evicted, the state with the same key becomes free.
         pages = self.kv.allocate(request, end, hit=hit.pages, chain=hit.state.chain)
@@ -226,7 +234,7 @@ class HybridCache:
         assert pages is not None
         assert columns is not None
         self._changed()
-        return Allocation(columns, pages)
+        return Allocation(columns, pages, *self.states.copies(request))
 
     def dispatched(self, request: Hashable, tokens: Sequence[int] | None = None) -> int:
         """Records that the request's newest step was dispatched, and releases the columns that no later step can read.
@@ -326,11 +334,11 @@ class HybridCache:
 
     def cached_prefix(self, tokens: Sequence[int], salt: bytes = b"") -> CachedPrefix:
         """Returns what is cached of `tokens`, for people to look at. It changes nothing: see `lookup`."""
-        hit, size = self.lookup(tokens, salt), self.states.block_size
+        hit, granularity = self.lookup(tokens, salt), self.states.granularity
         chain = hit.state.chain
         if chain is None or self.states.mode == "none":
             return CachedPrefix(0, 0, (), hit.miss)
-        ends = range(size, len(tokens) + 1, size)
+        ends = range(granularity, len(tokens) + 1, granularity)
         return CachedPrefix(
             num_tokens=hit.length,
             num_paged_tokens=len(self.kv.lookup(tokens, chain)) * self.kv.page_size,
@@ -349,13 +357,14 @@ class HybridCache:
             self.check()
 
     def _why(self, tokens: Sequence[int], chain: HashChain, length: int, branch: int, paged: int) -> str | None:
-        size = self.states.block_size
-        last = last_boundary(len(tokens) - 1, size)
+        granularity = self.states.granularity
+        last = last_boundary(len(tokens) - 1, self.states.block_size)
+        if length and length >= last:
+            return None
         if last <= 0:
             return "below one block"
-        if length == last:
-            return None
-        if any(self.states.pool.was_evicted(chain.at(tokens, end)) for end in range(length + size, last + 1, size)):
+        ends = range(length + granularity, last + 1, granularity)
+        if any(self.states.pool.was_evicted(chain.at(tokens, end)) for end in ends):
             return "evicted"
         if branch > length:
             # In mode "all" each of these pages was published with a state.

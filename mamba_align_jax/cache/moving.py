@@ -27,7 +27,7 @@ def entries_of_prefix(cache: HybridCache, tokens: Sequence[int], salt: bytes = b
 
     A state after all of its tokens counts as well.
     """
-    chain, size, page_size = HashChain(cache.kv.page_size, salt), cache.states.block_size, cache.kv.page_size
+    chain, size, page_size = HashChain(cache.kv.page_size, salt), cache.states.granularity, cache.kv.page_size
     pages = cache.kv.lookup(tokens, chain)
     ends = range(size, len(pages) * page_size + 1, size)
     found = [(end, cache.states.pool.find(chain.at(tokens, end))) for end in ends]

@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Sequence
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.align.columns import column_of
+from mamba_align_jax.align.columns import column_of, last_boundary
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.column_rules import ColumnRules
 from mamba_align_jax.cache.events import CacheLog
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.rolling import RollingBoundaries
+from mamba_align_jax.cache.steps import Copy, Holder, Step, chain_of, check_computed, check_hit, check_step
 from mamba_align_jax.cache.steps import Hit as Hit
-from mamba_align_jax.cache.steps import Holder, Step, chain_of, check_computed, check_hit, check_step
 
 
 class StateBlockManager:
@@ -29,6 +29,10 @@ class StateBlockManager:
     With `fold_length`, that is under policy "deferred", `commit` leaves a boundary of a decode or verify row to the
     `release` after the request's next step, which writes its state. If none will come, call `fold_slots` where `unfolded`
     says so, and then `folded`, before `free`.
+
+    With a `granularity` below the block size, requests also keep states inside blocks, at those multiples of it that
+    `Checkpoints.offsets` names. Such a state lies in a block of its own, and `copies` says which ones the caller must copy:
+    from there when a request enters, and to there when a chunk ends there.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class StateBlockManager:
         mode: str = "align",
         steps_in_flight: int = 0,
         fold_length: int | None = None,
+        granularity: int | None = None,
         on_eviction: Callable[[], object] = lambda: None,
     ) -> None:
         """Creates an empty cache.
@@ -51,6 +56,8 @@ class StateBlockManager:
             mode: "align", "all", or "none" for a cache that never publishes a state.
             steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
             fold_length: Tokens of a fold group under policy "deferred"; None under the other policies.
+            granularity: Tokens between positions at which a request may keep a state, a divisor of `block_size`. None is
+                `block_size`. Less needs copies: see `copies`.
             on_eviction: Called without arguments once for each cached state that is evicted.
 
         Raises:
@@ -64,6 +71,10 @@ class StateBlockManager:
         if mode != "none" and block_size < K + 1:
             raise ValueError(f"StateBlockManager: block_size must be at least {K + 1}, got {block_size}")
         self.block_size, self.num_speculative_tokens, self.mode = block_size, K, mode
+        granularity = values.optional_integer("StateBlockManager: granularity", granularity, 1) or block_size
+        divides = f"a divisor of block_size = {block_size}"
+        values.require(block_size % granularity == 0, "StateBlockManager: granularity", divides, granularity)
+        self.granularity = granularity
         self._rules = ColumnRules(block_size, K, mode, fold_length)
         least = 1 + self.blocks_needed(steps_in_flight)
         wanted = f"at least {least} for one request"
@@ -79,8 +90,12 @@ class StateBlockManager:
         self.pool.watch(lambda key, _: log.remove_state(key))
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:
-        """Returns the largest number of blocks that a running request holds. In mode "all", chunks take more."""
-        return self._rules.blocks_needed(steps_in_flight)
+        """Returns the largest number of blocks that a running request holds. In mode "all", chunks take more.
+
+        While a step is planned that loads a state or saves one inside a block, a request holds one more.
+        """
+        keeps_inside = self.mode != "none" and self.granularity < self.block_size
+        return self._rules.blocks_needed(steps_in_flight) + keeps_inside
 
     def lookup(
         self, tokens: Sequence[int], salt: bytes = b"", limit: int | None = None, chain: HashChain | None = None
@@ -92,18 +107,18 @@ class StateBlockManager:
             salt: Only states that were published under the same salt match.
             limit: The longest prefix to look for, if another cache ends earlier.
             chain: The hashes of these tokens, to be used instead of `salt`. The size of the chain's blocks must divide
-                `block_size`. The request continues this chain.
+                `granularity`. The request continues this chain.
         """
         values.tokens("lookup: tokens", tokens)
-        chain = chain_of(chain, self.block_size, salt)
+        chain = chain_of(chain, self.granularity, salt)
         limit = values.optional_integer("lookup: limit", limit, 0)
         max_length = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-        columns = 0 if self.mode == "none" else max_length // self.block_size
+        longest = 0 if self.mode == "none" else last_boundary(max_length, self.granularity)
         # From the right, because a state covers all tokens before it: the first one that is found is the longest.
-        for column in range(columns - 1, -1, -1):
-            block = self.pool.find(chain.at(tokens, (column + 1) * self.block_size))
+        for end in range(longest, 0, -self.granularity):
+            block = self.pool.find(chain.at(tokens, end))
             if block is not None:
-                return Hit((column + 1) * self.block_size, ((column, block),), chain)
+                return Hit(end, ((column_of(end, self.block_size), block),), chain)
         return Hit(0, (), chain)
 
     def begin(
@@ -122,6 +137,8 @@ class StateBlockManager:
         wanted, columns = self._rules.columns(min_computed, max_computed, num_tokens, num_drafts), record.columns
         if wanted.start not in columns or not all(map(columns.__contains__, wanted[1:])):
             return False
+        if self._saves(request, record.keep, max_computed + num_tokens, num_drafts):
+            return False
         record.in_flight.append(Step(num_tokens, num_drafts))
         return True
 
@@ -134,6 +151,7 @@ class StateBlockManager:
         num_drafts: int = 0,
         *,
         hit: Hit | None = None,
+        keep: Checkpoints | None = None,
     ) -> bool:
         """True if `allocate` with the same arguments would succeed.
 
@@ -143,13 +161,15 @@ class StateBlockManager:
         check_step(self.num_speculative_tokens, min_computed, max_computed, num_tokens, num_drafts)
         check_computed(values.known(self._requests, request), min_computed, max_computed)
         values.instance("allocate: hit", hit, Hit, optional=True)
+        values.instance("allocate: keep", keep, Checkpoints, optional=True)
         held = self._held(request, hit)
         check_hit(hit, held, self.pool, min_computed, max_computed)
         wanted = self._rules.columns(min_computed, max_computed, num_tokens, num_drafts)
         if len(wanted) >= self.pool.num_blocks:
             return False
-        missing = self._missing(request, wanted, held)
-        return self.pool.fits(len(missing), tuple(held.values()))
+        missing = self._missing(request, wanted, self._shared(hit, held, wanted))
+        count = len(missing) + self._saves(request, keep, max_computed + num_tokens, num_drafts)
+        return self.pool.fits(count, tuple(held.values()))
 
     def allocate(
         self,
@@ -172,7 +192,7 @@ class StateBlockManager:
             num_tokens: The number of tokens in the step, drafts included.
             num_drafts: How many of them are drafts.
             hit: What `lookup` returned in the same scheduling pass, if the request enters.
-            keep: The boundaries that stay cached, if the request enters. None keeps every boundary that a step ends on
+            keep: The positions that stay cached, if the request enters. None keeps every boundary that a step ends on
                 or passes.
 
         Returns:
@@ -183,17 +203,19 @@ class StateBlockManager:
             ValueError: The counts are no step's, or leave out what earlier steps may have computed, or `hit` is not what
                 `lookup` would return now, or ends elsewhere than the computed tokens.
         """
-        if not self.fits(request, min_computed, max_computed, num_tokens, num_drafts, hit=hit):
+        if not self.fits(request, min_computed, max_computed, num_tokens, num_drafts, hit=hit, keep=keep):
             return None
         held = self._held(request, hit)
-        values.instance("allocate: keep", keep, Checkpoints, optional=True)
+        saves = self._saves(request, keep, max_computed + num_tokens, num_drafts)
         for block in held.values():
             self.pool.hold(block)
         if held and hit:
             self._keep_hit(hit, keep)
         wanted = self._rules.columns(min_computed, max_computed, num_tokens, num_drafts)
-        missing = self._missing(request, wanted, held)
-        entries = [*held.items(), *zip(missing, self.pool.allocate(len(missing)) or [], strict=True)]
+        shared = self._shared(hit, held, wanted)
+        missing = self._missing(request, wanted, shared)
+        fresh = self.pool.allocate(len(missing) + saves) or []
+        entries = [*shared.items(), *zip(missing, fresh, strict=False)]
         if request not in self._requests:
             hit = hit or Hit(0)
             chain = HashChain(self.block_size) if hit.chain is None else hit.chain.owned_by(request, hit.length)
@@ -201,11 +223,26 @@ class StateBlockManager:
             self._requests[request] = Holder(chain, hit.length, keep, rolling=rolling, newest=hit.length)
         record = self._requests[request]
         record.columns.update(entries)
+        if held and not shared:
+            record.load = next((block, record.columns[column]) for column, block in held.items())
+        if saves:
+            record.save = record.columns[wanted[-1]], fresh[-1]
         record.in_flight.append(Step(num_tokens, num_drafts))
         return entries
 
+    def copies(self, request: Hashable) -> tuple[Copy | None, Copy | None]:
+        """Returns the copies of states that the newest step needs: one before it and one after it, None for none.
+
+        Until `release` is called, the request holds their blocks.
+
+        Raises:
+            ValueError: The request is unknown.
+        """
+        record = self._present("copies", request)
+        return record.load, record.save
+
     def publish(self, request: Hashable, tokens: Sequence[int], *, is_prefill_row: bool = False) -> int:
-        """Publishes the boundary on which the newest step ends, if the request keeps it. Call it after the dispatch.
+        """Publishes the state at the end of the newest step, if the request keeps it. Call it after the dispatch.
 
         In mode "all" it publishes the boundaries inside the step as well.
 
@@ -235,7 +272,7 @@ class StateBlockManager:
             return 0
         folded = self.folded(request) if record.unfolded else 0  # this step has written its state
         before = end - step.num_tokens + step.num_drafts
-        passed = self._rules.boundaries(before, end, end)
+        passed = [*self._rules.boundaries(before, end, end), *([end] if record.save else [])]
         if passed:
             record.chain.at(tokens, passed[-1])
         step.offered = True
@@ -318,8 +355,10 @@ class StateBlockManager:
         boundary = self.folded(request) if record.unfolded else 0
         first = self._rules.first_to_keep(record)
         gone = [column for column in record.columns if column < first]
-        if gone:
-            self.pool.release([record.columns.pop(column) for column in gone])
+        done = [record.columns.pop(column) for column in gone] + _copied(record)
+        record.load = record.save = None
+        if done:
+            self.pool.release(done)
         return boundary
 
     def free(self, request: Hashable) -> None:
@@ -331,7 +370,7 @@ class StateBlockManager:
         record = values.known(self._requests, request)
         if record is not None:
             del self._requests[request]
-            self.pool.release(list(record.columns.values()))
+            self.pool.release([*record.columns.values(), *_copied(record)])
             if record.rolling is not None:
                 self._rolling.left[request] = record.rolling
 
@@ -361,7 +400,8 @@ class StateBlockManager:
 
     def check(self) -> None:
         """Raises AssertionError unless the pool accounts for every block and its holders are the present requests."""
-        self.pool.check(Counter(block for record in self._requests.values() for block in record.columns.values()))
+        held = ([*record.columns.values(), *_copied(record)] for record in self._requests.values())
+        self.pool.check(Counter(block for blocks in held for block in blocks))
         self._rolling.check(self.pool.keys, {request: record.rolling for request, record in self._requests.items()})
 
     def _present(self, method: str, request: Hashable) -> Holder:
@@ -373,16 +413,28 @@ class StateBlockManager:
     def _held(self, request: Hashable, hit: Hit | None) -> dict[int, int]:
         return {} if values.known(self._requests, request) or hit is None else dict(hit.blocks)
 
+    def _shared(self, hit: Hit | None, held: dict[int, int], wanted: range) -> dict[int, int]:
+        """Returns the columns that a request which enters shares: none if its first step writes the one of its hit."""
+        is_inside = hit is not None and hit.length % self.block_size > 0
+        return {} if is_inside and wanted.start in held else held
+
+    def _saves(self, request: Hashable, keep: Checkpoints | None, end: int, num_drafts: int) -> bool:
+        """True if a step of a request that ends after `end` tokens leaves a state to be kept inside a block."""
+        record = self._requests.get(request)
+        keep, shares = (record.keep, record.shares) if record else (keep, True)
+        is_inside = end % self.block_size > 0 and end % self.granularity == 0 and num_drafts == 0
+        return is_inside and self.mode != "none" and shares and keep is not None and end in keep.offsets
+
     def _missing(self, request: Hashable, wanted: range, held: dict[int, int]) -> list[int]:
         record = self._requests.get(request)
         return [column for column in wanted if column not in (record.columns if record else held)]
 
     def _keep_hit(self, hit: Hit, keep: Checkpoints | None) -> None:
-        """Makes the boundary on which a request enters not expendable, and marks it as recently used.
+        """Makes the position at which a request enters not expendable, and marks it as recently used.
 
         The same holds for those before it that the request keeps.
         """
-        ends = range(self.block_size, hit.length, self.block_size)
+        ends = range(self.granularity, hit.length, self.granularity)
         inside = [at for at in keep.offsets if at in ends] if keep else []
         keys = [hit.chain.at((), at) for at in inside] if hit.chain else []
         for key in [*keys, *self.pool.keys_of([block for _, block in hit.blocks])]:
@@ -391,7 +443,10 @@ class StateBlockManager:
                 self.pool.use(key)
 
     def _offer(self, request: Hashable, record: Holder, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
-        """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""
+        """Publishes the state at a boundary, or at `save`, if the request keeps it.
+
+        Returns whether it keeps it, and whether the key is new.
+        """
         if not record.shares:
             return False, False
         # Where the result of a step is read after the next step was published, the request has passed the boundary.
@@ -400,7 +455,11 @@ class StateBlockManager:
         rolls = not stays and not is_passed
         if not (stays or rolls or self.mode == "all"):
             return False, False
-        key, block = record.chain.at(tokens, boundary), record.columns[column_of(boundary, self.block_size)]
+        key = record.chain.at(tokens, boundary)
+        if boundary % self.block_size and record.save:
+            block = record.save[1]
+        else:
+            block = record.columns[column_of(boundary, self.block_size)]
         if self._log is not None and self.pool.find(key) is None:
             self._log.store_state(key, boundary)
         new = self.pool.publish(block, key)
@@ -423,3 +482,8 @@ class StateBlockManager:
             self.pool.set_expendable(key, True)
         else:
             self.pool.unpublish(key)
+
+
+def _copied(record: Holder) -> list[int]:
+    """Returns the blocks that a request holds for copies, besides those of its columns."""
+    return [*([record.load[0]] if record.load else ()), *([record.save[1]] if record.save else ())]

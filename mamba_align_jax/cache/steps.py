@@ -8,6 +8,9 @@ from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain, HashMemo
 
+# The block from which a state is copied, and the one to which.
+Copy = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Hit:
@@ -15,7 +18,7 @@ class Hit:
 
     Attributes:
         length: Its number of tokens.
-        blocks: The (column, block) pairs that hold its state.
+        blocks: The (column, block) pairs that hold its state. If it ends inside a column, the request gets a copy of it.
         chain: The hashes by which it was looked up.
     """
 
@@ -56,6 +59,10 @@ class Holder:
         newest: The last boundary that it has published, in tokens, or from which it entered; 0 for none.
         unfolded: A boundary that the request has passed and keeps, and whose state no dispatched step has written; 0 for
             none. Only policy "deferred" has such boundaries.
+        load: The block of the hit inside a column with which the request enters, and its own block of that column, to
+            which the state is copied before its first step; None after that.
+        save: The request's block at the end of the newest step, and the block to which the state is copied after it, if
+            that end is inside a column and the request keeps the state there; None after that, and for other steps.
     """
 
     chain: HashChain
@@ -67,6 +74,8 @@ class Holder:
     shares: bool = True
     newest: int = 0
     unfolded: int = 0
+    load: Copy | None = None
+    save: Copy | None = None
 
 
 def chain_of(chain: HashChain | None, block_size: int, salt: bytes, memo: HashMemo | None = None) -> HashChain:

@@ -237,8 +237,8 @@ class SamplingParams:
             end. Needs an engine with the tokenizer of a tokenizer.json and the extra `structured`.
         cache_salt: Requests share prefixes only if their salts are equal.
         checkpoint_at: Offsets into the prompt, for instance the end of a system prompt, whose states stay cached. They
-            are rounded down to `block_size`; 0 and offsets after the prompt are dropped. `RequestOutput.checkpoint_at`
-            has the boundaries that result.
+            are rounded down to multiples of 64 tokens, or to `block_size` if its blocks are no multiples of 64; 0 and
+            offsets after the prompt are dropped. `RequestOutput.checkpoint_at` has the positions that result.
         num_speculative_tokens: Largest number of draft tokens per step; None is the engine's, 0 turns speculation off.
             The generated tokens do not depend on it.
         priority: Requests with lower numbers run first and are preempted last. Those with equal numbers run tenant by

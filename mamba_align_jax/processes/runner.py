@@ -18,7 +18,7 @@ from mamba_align_jax.processes.connection import Message
 R = TypeVar("R")
 # The commands whose arguments are told as they are.
 _PLAIN = (
-    *("do_fold", "do_store_pages", "do_store_tokens", "do_make_sampler", "do_reset"),
+    *("do_fold", "do_copy_states", "do_store_pages", "do_store_tokens", "do_make_sampler", "do_reset"),
     *("do_take_entries", "do_digest_weights"),
 )
 # The fields of `SamplingParams` that `StepRunner.do_store_request` reads.

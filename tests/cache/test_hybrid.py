@@ -16,8 +16,8 @@ from mamba_align_jax.cache.state_blocks import StateBlockManager
 BLOCK, PAGE = 8, 4
 
 
-def make(num_blocks=20, num_pages=40, mode="align", check=True, **options):
-    states = StateBlockManager(num_blocks, BLOCK, mode=mode)
+def make(num_blocks=20, num_pages=40, mode="align", check=True, granularity=None, **options):
+    states = StateBlockManager(num_blocks, BLOCK, mode=mode, granularity=granularity)
     return HybridCache(states, KVPageManager(num_pages, PAGE), check=check, **options)
 
 
@@ -209,6 +209,60 @@ def test_the_interval_must_be_whole_blocks():
 def test_the_block_size_must_be_whole_pages():
     with pytest.raises(ValueError, match="block_size must be a multiple of the page size 3, got 8"):
         HybridCache(StateBlockManager(9, 8), KVPageManager(9, 3))
+
+
+def test_the_granularity_divides_blocks_and_is_whole_pages():
+    with pytest.raises(ValueError, match="granularity must be a divisor of block_size = 8, got 16"):
+        make(granularity=16)
+    with pytest.raises(ValueError, match="states must be with a granularity of pages of 4 tokens, got 2"):
+        make(granularity=2)
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_a_state_inside_a_block_is_copied_to_a_block_of_its_own_and_from_there(mode):
+    cache, tokens = make(mode=mode, granularity=4), list(range(30))
+    keep = cache.checkpoints(30, cache.requested_offsets([13], 30))
+    assert keep.offsets == (12, 24)
+    assert cache.chunk_end(0, 99, 99, 30, keep.stops(0)) == (8 if mode == "none" else 12)
+    first = cache.allocate("a", 0, 0, 12, keep=keep)
+    source, saved = first.save
+    assert (first.load, source, dict(first.columns)[1]) == (None, source, source)
+    assert saved not in dict(first.columns).values()
+    assert cache.dispatched("a", tokens[:12]) == 12
+    # A step that ends at no such place copies nothing, and the saved block is no one's.
+    assert cache.allocate("a", 12, 12, 4).save is None
+    assert saved not in cache.states.columns("a").values()
+    cache.dispatched("a", tokens[:16])
+    hit = cache.lookup([*tokens[:12], 99])
+    assert (hit.length, hit.pages, hit.state.blocks, hit.miss) == (12, tuple(range(1, 4)), ((1, saved),), None)
+    assert cache.cached_prefix(tokens).boundaries == (12, 16) if mode == "align" else (8, 12, 16)
+    second = cache.allocate("b", 12, 12, 1, hit=hit, keep=cache.checkpoints(13))
+    own = dict(second.columns)[1]
+    assert second.load == (saved, own) != (own, own)
+    # While the step is planned, the state that it copies is not evicted.
+    assert not cache.states.pool.fits(cache.states.pool.num_available + 1)
+    cache.free("b")
+    assert cache.states.pool.find(HashChain(PAGE).at(tokens, 12)) == saved
+
+
+def test_a_chunk_waits_until_there_is_a_block_for_the_state_that_it_leaves_inside_one():
+    cache = make(num_blocks=4, granularity=4)
+    for name in ("b", "c"):
+        assert cache.allocate(name, 0, 0, 8) is not None
+    assert cache.allocate("a", 0, 0, 12, keep=cache.checkpoints(30, (12,))) is None
+    cache.free("b")
+    assert cache.allocate("a", 0, 0, 12, keep=cache.checkpoints(30, (12,))).save is not None
+
+
+def test_a_chunk_that_needs_no_new_block_for_itself_leaves_its_state_inside_a_block():
+    cache, tokens = make(granularity=4), list(range(30))
+    keep = cache.checkpoints(30, cache.requested_offsets([12], 30))
+    assert cache.allocate("a", 0, 0, 9, keep=keep).save is None
+    cache.dispatched("a", tokens[:9])
+    last = cache.allocate("a", 9, 9, 3)
+    assert (last.columns, last.pages, last.save[0]) == ([], [], cache.states.columns("a")[1])
+    cache.dispatched("a", tokens[:12])
+    assert cache.lookup([*tokens[:12], 99]).length == 12
 
 
 @settings(deadline=None, max_examples=depth.examples(20, 60))

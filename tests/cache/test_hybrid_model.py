@@ -1,7 +1,7 @@
 """HybridCache agrees with a simple model of cached prefixes, and with a device that stores in each block its tokens."""
 
 import depth
-from fakes.cache_machine import BLOCK, Machine
+from fakes.cache_machine import BLOCK, PAGE, Machine
 from hypothesis import settings
 
 
@@ -27,7 +27,21 @@ class RoomyEveryBoundary(Machine):
     num_blocks, num_pages, evicts, mode, interval = 400, 1600, False, "all", 3 * BLOCK
 
 
-for machine in (Machine, Roomy, Interval, EveryBoundary, RoomyEveryBoundary):
+class Inside(Machine):
+    """Requests keep states at the end of every page, also inside blocks."""
+
+    grain, num_blocks = PAGE, 14
+
+
+class RoomyInside(Roomy):
+    grain = PAGE
+
+
+class EveryBoundaryInside(EveryBoundary):
+    grain, num_blocks = PAGE, 18
+
+
+for machine in (Machine, Roomy, Interval, EveryBoundary, RoomyEveryBoundary, Inside, RoomyInside, EveryBoundaryInside):
     machine.TestCase.settings = settings(
         max_examples=depth.examples(quick=25, full=80), stateful_step_count=50, deadline=None
     )
@@ -36,3 +50,6 @@ TestRoomyPools = Roomy.TestCase
 TestInterval = Interval.TestCase
 TestEveryBoundary = EveryBoundary.TestCase
 TestRoomyEveryBoundary = RoomyEveryBoundary.TestCase
+TestInside = Inside.TestCase
+TestRoomyInside = RoomyInside.TestCase
+TestEveryBoundaryInside = EveryBoundaryInside.TestCase

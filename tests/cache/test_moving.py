@@ -16,8 +16,8 @@ from mamba_align_jax.cache.state_blocks import StateBlockManager
 BLOCK, PAGE = 4, 2
 
 
-def make(blocks=8, pages=12):
-    return HybridCache(StateBlockManager(blocks, BLOCK), KVPageManager(pages, PAGE))
+def make(blocks=8, pages=12, granularity=None):
+    return HybridCache(StateBlockManager(blocks, BLOCK, granularity=granularity), KVPageManager(pages, PAGE))
 
 
 def keys_of(tokens):
@@ -56,6 +56,9 @@ def test_entries_leave_in_the_order_in_which_they_are_evicted():
     found = entries_of_prefix(cache, tokens)
     assert ([key for key, _ in found.pages], [key for key, _ in found.states]) == keys_of(tokens)
     assert all_entries(cache) == found
+    inside = make(granularity=PAGE)
+    put(inside, keys_of(tokens)[0], keys_of(tokens)[0][2::-1])
+    assert [key for key, _ in entries_of_prefix(inside, tokens).states] == keys_of(tokens)[0][2::-1]
     # A part of a block, and other tokens, end the prefix.
     assert entries_of_prefix(cache, tokens[:7]).pages == found.pages[-2:]
     assert entries_of_prefix(cache, [*tokens[:5], 0, 0, 0]).states == found.states[:1]

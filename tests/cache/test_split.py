@@ -27,6 +27,23 @@ def test_worked_examples(start, proposed, prompt, stops, end):
     assert next_chunk_end(start, proposed, prompt, 4, stops) == end
 
 
+@pytest.mark.parametrize(
+    ("start", "proposed", "prompt", "stops", "end"),
+    [
+        (0, 100, 30, (9, 10, 20), 10),  # 9 is no multiple of the granularity
+        (10, 100, 30, (20,), 12),  # a chunk that starts inside a block still ends with it,
+        (12, 100, 30, (20, 22), 20),
+        (20, 100, 30, (22,), 22),  # or at a stop before that
+        (0, 9, 30, (10,), 8),
+        (8, 9, 30, (10,), 9),
+        (22, 100, 30, (30,), 24),
+        (28, 100, 30, (30,), 30),
+    ],
+)
+def test_chunks_end_at_stops_inside_blocks_if_states_may_be_kept_there(start, proposed, prompt, stops, end):
+    assert next_chunk_end(start, proposed, prompt, 4, stops, 2) == end
+
+
 @given(st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 20), min_size=60, max_size=60))
 def test_every_chunk_ends_where_a_state_may_be_kept(block_size, prompt, budgets):
     start, ends = 0, []

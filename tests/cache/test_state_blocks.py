@@ -246,6 +246,12 @@ def test_blocks_needed_is_enough_for_one_request(block_size, K):
             manager.commit("a", tokens[:nc])
 
 
+def test_a_pool_without_a_block_for_copies_is_refused():
+    with pytest.raises(ValueError, match="num_blocks must be at least 4 for one request, got 3"):
+        StateBlockManager(3, 8, granularity=4)
+    assert StateBlockManager(4, 8, granularity=4).pool.num_blocks == 4
+
+
 @pytest.mark.parametrize(
     ("block_size", "L", "K"), [(8, 8, 3), (16, 8, 3), (64, 16, 7), (16, 16, 7), (1, 1, 0), (6, 3, 1)]
 )

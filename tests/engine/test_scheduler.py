@@ -490,9 +490,14 @@ def test_any_schedule_computes_every_token_once(data):
         suffix = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
         own = data.draw(st.sampled_from([None, None, *range(K + 1)]))
         priority = data.draw(st.sampled_from([0, 0, 0, -1, 1]))
-        requests.append(request(number, [7] * shared + suffix, data.draw(st.integers(1, 12)), own, priority=priority))
+        places = tuple(data.draw(st.lists(st.integers(0, 35), max_size=2)))
+        params = dict(priority=priority, checkpoint_at=places)
+        requests.append(request(number, [7] * shared + suffix, data.draw(st.integers(1, 12)), own, **params))
+    granularity = data.draw(st.sampled_from([BLOCK, PAGE]))
+    least = 1 + StateBlockManager(99, BLOCK, K, granularity=granularity).blocks_needed(in_flight)
     scheduler = make(
-        num_blocks=data.draw(st.integers(1 + StateBlockManager(99, BLOCK, K).blocks_needed(in_flight), 13 + 3 * K)),
+        num_blocks=data.draw(st.integers(least, 14 + 3 * K)),
+        granularity=granularity,
         num_pages=data.draw(st.integers(14, 40)),
         mode=data.draw(st.sampled_from(["align", "all", "none"])),
         budget=data.draw(st.integers(1, 40)),

@@ -30,17 +30,18 @@ class Request:
     accepted: int = 1
     pending: tuple | None = None
     dispatched: bool = False
+    copies: tuple = (None, None)
     shares: bool = True
     rolling: tuple | None = None
     left: tuple | None = None
 
 
 class Machine(RuleBasedStateMachine):
-    num_blocks, num_pages, interval, evicts, mode = 12, 34, None, True, "align"
+    num_blocks, num_pages, interval, evicts, mode, grain = 12, 34, None, True, "align", BLOCK
 
     def __init__(self):
         super().__init__()
-        states = StateBlockManager(self.num_blocks, BLOCK, K, mode=self.mode)
+        states = StateBlockManager(self.num_blocks, BLOCK, K, mode=self.mode, granularity=self.grain)
         kv = KVPageManager(self.num_pages, PAGE)
         self.cache = HybridCache(states, kv, checkpoint_interval=self.interval, check=True)
         self.running, self.preempted, self.in_flight, self.number = {}, {}, [], 0
@@ -53,14 +54,15 @@ class Machine(RuleBasedStateMachine):
     # The model.
 
     def wanted(self, r, boundary):
-        asked = {offset - offset % BLOCK for offset in r.at if offset < r.prompt}
+        asked = {offset - offset % self.grain for offset in r.at if offset <= r.prompt}
         periodic = self.interval is not None and boundary % self.interval == 0
         return boundary in asked | {(r.prompt - 1) // BLOCK * BLOCK, r.junction} or periodic
 
-    def passed(self, start, certain):
-        """The boundaries whose states a chunk leaves."""
+    def passed(self, r, start, certain):
+        """The positions at which a chunk leaves states that may be kept."""
         ends = range(start + 1, certain + 1) if self.mode == "all" else (certain,)
-        return [end for end in ends if end % BLOCK == 0]
+        inside = [certain] if certain % BLOCK and self.wanted(r, certain) and r.shares else []
+        return [end for end in ends if end % BLOCK == 0] + inside
 
     def keep_state(self, name, r, boundary):
         """Returns whether the boundary is kept, and whether its prefix is new."""
@@ -89,11 +91,11 @@ class Machine(RuleBasedStateMachine):
             self.pages.add(tuple(r.tokens[:end]))
 
     def longest(self, tokens):
-        """Returns the number of tokens whose pages are found, and the boundary of the hit."""
+        """Returns the number of tokens whose pages are found, and the position of the hit."""
         paged = 0
         while paged + PAGE <= len(tokens) and tuple(tokens[: paged + PAGE]) in self.pages:
             paged += PAGE
-        ends = range(BLOCK, min(paged, len(tokens) - 1) + 1, BLOCK)
+        ends = range(self.grain, min(paged, len(tokens) - 1) + 1, self.grain)
         found = lambda end: tuple(tokens[:end]) in self.states or tuple(tokens[:end]) in self.expendable
         return paged, max(filter(found, ends), default=0)
 
@@ -107,8 +109,9 @@ class Machine(RuleBasedStateMachine):
         assert hit.junction == (branch if branch > length else 0)
         last = (len(r.tokens) - 1) // BLOCK * BLOCK
         missing = {"evicted", "no checkpoint"} if self.mode == "align" else {"evicted"}
-        allowed = {"below one block"} if last == 0 else {None} if length == last else missing
-        if branch == length < last:
+        is_whole = length >= last and length > 0
+        allowed = {None} if is_whole else {"below one block"} if last == 0 else missing
+        if branch <= length < last:
             allowed = {"evicted", "not identical"}
         assert hit.miss in allowed
         assert hit.miss != "evicted" or any(self.evictions)
@@ -125,7 +128,7 @@ class Machine(RuleBasedStateMachine):
             return False
         prefix = tuple(r.tokens[:length])
         r.column = (length - 1) // BLOCK
-        for end in range(BLOCK, length + 1, BLOCK):
+        for end in range(self.grain, length + 1, self.grain):
             # The request has found a use for these states.
             if prefix[:end] in self.expendable and (end == length or self.wanted(r, end)):
                 self.expendable.remove(prefix[:end])
@@ -156,7 +159,17 @@ class Machine(RuleBasedStateMachine):
             return False
         assert not r.row.keys() & dict(entries.columns).keys(), "an entry changed while its request lived"
         r.row.update(entries.columns)
-        r.pending, r.dispatched = pending, False
+        inside = hit is not None and hit.length % BLOCK
+        assert (entries.load is not None) <= bool(inside)
+        if inside:
+            # The request may write the block of the column in which it enters, but never that of the cached state.
+            source, own = entries.load
+            assert (source,) == tuple(block for _, block in hit.state.blocks)
+            assert r.row[(hit.length - 1) // BLOCK] == own
+        end = r.computed + pending[0]
+        saves = not pending[1] and end % BLOCK and self.wanted(r, end) and r.shares
+        assert (entries.save is not None) == bool(saves)
+        r.pending, r.dispatched, r.copies = pending, False, (entries.load, entries.save)
         return True
 
     def pick(self, data, condition):
@@ -200,6 +213,9 @@ class Machine(RuleBasedStateMachine):
         name = self.pick(data, lambda r: r.pending and not r.dispatched)
         r = self.running[name]
         held = set(self.cache.states.columns(name).values())
+        for source, own in [r.copies[0]] if r.copies[0] else []:
+            assert own in held
+            self.contents[own] = self.contents[source]
         if r.computed:
             block = r.row[r.column + r.accepted - 1]
             assert block in held, "reads a block that was released"
@@ -215,9 +231,13 @@ class Machine(RuleBasedStateMachine):
             self.contents[r.row[boundary // BLOCK - 1]] = tuple(r.tokens[:boundary])
             r.accepted = 1 if boundary // BLOCK - 1 == current else accepted
         is_prefill_row = r.computed < r.prefill_end
-        passed = self.passed(r.computed, certain) if is_prefill_row else []
+        passed = self.passed(r, r.computed, certain) if is_prefill_row else []
         for end in passed:
-            self.contents[r.row[end // BLOCK - 1]] = tuple(r.tokens[:end])
+            self.contents[r.row[(end - 1) // BLOCK]] = tuple(r.tokens[:end])
+        if r.copies[1]:
+            source, saved = r.copies[1]
+            assert source == r.row[current]
+            self.contents[saved] = self.contents[source]
         published = self.cache.dispatched(name, r.tokens[:certain] if is_prefill_row else None)
         if is_prefill_row:
             self.keep_pages(r, certain)
@@ -261,7 +281,9 @@ class Machine(RuleBasedStateMachine):
         in_chunk = r.dispatched and r.computed < r.prefill_end
         computed = r.computed + (r.pending[0] if in_chunk else 0)
         if r.shares and not self.evicts:
-            assert self.cache.lookup([*r.tokens[:computed], 9]).length == computed // BLOCK * BLOCK
+            found = self.cache.lookup([*r.tokens[:computed], 9]).length
+            assert computed // BLOCK * BLOCK <= found < computed // BLOCK * BLOCK + BLOCK
+            assert found % BLOCK == 0 or self.grain < BLOCK
 
     def keep_for_good(self, name, prefix):
         """The request `name` will not pass `prefix` again, so it will not release that state."""

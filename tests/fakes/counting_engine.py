@@ -13,9 +13,9 @@ from mamba_align_jax.engine.scheduling.scheduler import Scheduler
 class CountingEngine:
     """Samples tokens that nothing depends on."""
 
-    def __init__(self, *, mode, block_size, num_blocks, num_pages, rows, budget):
-        states = StateBlockManager(num_blocks, block_size, mode=mode)
-        self.cache = HybridCache(states, KVPageManager(num_pages, block_size))
+    def __init__(self, *, mode, block_size, page_size, num_blocks, num_pages, rows, budget):
+        states = StateBlockManager(num_blocks, block_size, mode=mode, granularity=page_size)
+        self.cache = HybridCache(states, KVPageManager(num_pages, page_size))
         self.scheduler = Scheduler(self.cache, rows, 4, budget)
         self._ids, self._sampled = itertools.count(), itertools.count(10**6)
 

@@ -31,9 +31,12 @@ def make(
     interval=None,
     steps_in_flight=0,
     queue=None,
+    granularity=BLOCK,
 ):
     """A scheduler over caches that check themselves. `queue` is the most requests that may wait."""
-    states = StateBlockManager(num_blocks, BLOCK, K, mode=mode, steps_in_flight=steps_in_flight)
+    states = StateBlockManager(
+        num_blocks, BLOCK, K, mode=mode, steps_in_flight=steps_in_flight, granularity=granularity
+    )
     cache = HybridCache(states, KVPageManager(num_pages, PAGE), checkpoint_interval=interval, check=True)
     return Scheduler(cache, SEQS, prefill_rows, budget, drafter, K, WaitingQueue(queue))
 
@@ -87,6 +90,9 @@ class Device:
         assert len(row.allocation.columns) <= self.max_blocks, "the runner has no room for more"
         columns.update(row.allocation.columns)
         pages.update(row.allocation.pages)
+        if row.allocation.load:
+            source, own = row.allocation.load
+            self.states[own] = self.states[source]
         known, start = self.tokens[slot], self.computed[slot]
         assert row.start <= start
         drafts, count = list(row.drafts), len(row.drafts)
@@ -106,6 +112,10 @@ class Device:
         if self.mode == "all" and row.is_prefilling:
             for boundary in range((start // BLOCK + 1) * BLOCK, end, BLOCK):
                 self.states[columns[self.column(boundary)]] = tokens[:boundary]
+        if row.allocation.save:
+            assert row.is_prefilling
+            assert row.allocation.save[0] == columns[self.column(end)]
+            self.states[row.allocation.save[1]] = tokens[:end]
         if not row.samples:
             self.states[columns[self.column(end)]] = tokens[:end]
             self.live[slot], self.computed[slot] = self.column(end), end

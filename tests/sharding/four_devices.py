@@ -175,6 +175,19 @@ def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh, na
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+def test_blocks_are_copied_on_four_devices(model, mesh):
+    runner, rng = Engine(model, EngineConfig(**SIZES), mesh=mesh).runner, np.random.default_rng(0)
+    state = runner.device_state
+    drawn = lambda array: jax.device_put(rng.normal(size=array.shape).astype(array.dtype), array.sharding)
+    runner.device_state = dataclasses.replace(state, pool=jax.tree.map(drawn, state.pool))
+    before = jax.tree.map(lambda array: np.array(array), runner.device_state.pool.states)
+    runner.run_command(runner.do_copy_states, [(3, 5), (3, 7), (2, 9)])
+    after = runner.device_state.pool.states
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        old[:, [5, 7, 9]] = old[:, [3, 3, 2]]
+        np.testing.assert_array_equal(new, old)
+
+
 def test_prefixes_move_between_numbers_of_devices(model, mesh):
     """Keys and windows of repeated heads are in another order on each mesh. A prefix that comes back has the same bits."""
     config, rng = EngineConfig(**SIZES, speculation="mtp"), np.random.default_rng(11)

@@ -104,6 +104,15 @@ def test_follower_folds_where_the_leader_folds():
     both.assert_equal()
 
 
+def test_follower_copies_the_blocks_that_the_leader_copies():
+    both = Mirrored(EngineConfig(**SIZES))
+    runner = both.engine.runner
+    runner.put_entries("states", [1], np.arange(runner.align.bytes_per_block, dtype=np.uint8)[None])
+    runner.run_command(runner.do_copy_states, [(1, 3)])
+    assert both.mirror.names.count("do_copy_states") == 1
+    both.assert_equal()
+
+
 @pytest.mark.usefixtures("one_program")
 def test_lost_pools_are_made_again_everywhere():
     both = Mirrored(EngineConfig(**SIZES))

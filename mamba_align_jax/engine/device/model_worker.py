@@ -11,7 +11,14 @@ from mamba_align_jax.engine.device.defaults import complete, scratch_bytes
 from mamba_align_jax.engine.device.explanation import Explanation
 from mamba_align_jax.engine.device.model_facts import facts_of
 from mamba_align_jax.engine.device.runner import StepRunner
-from mamba_align_jax.engine.device.sizing import DeviceMemory, PoolSizes, align_config, check_memory, pool_sizes
+from mamba_align_jax.engine.device.sizing import (
+    DeviceMemory,
+    PoolSizes,
+    align_config,
+    check_memory,
+    pool_sizes,
+    state_granularity,
+)
 from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
@@ -30,6 +37,7 @@ class ModelWorker:
         sizes: Sizes of the pools, on one device.
         drafters: The drafter on the host, which can't change its arguments, and the one on the device.
         steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
+        granularity: Number of tokens between the positions at which the cache may keep a state.
         runner: Runs the steps.
     """
 
@@ -81,6 +89,7 @@ class ModelWorker:
         self.sizes = agree(pool_sizes(self.align, config, own, memory, **options))
         self.explanation = Explanation.of(config, reasons, self.align, self.sizes, memory, facts, scratch)
         check_memory(self.align, config, self.sizes, model.config.vocab_size, devices)
+        self.granularity = state_granularity(self.align, config, self.sizes, self.steps_in_flight)
         self.runner = make_runner(
             model,
             self.align,
@@ -92,4 +101,5 @@ class ModelWorker:
             drafter=self.drafters.device,
             layout=layout,
             launches_ahead=launches_ahead,
+            copies_states=self.granularity < config.block_size,
         )

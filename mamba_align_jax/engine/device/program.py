@@ -362,6 +362,44 @@ def run_fold(
     return run(slots, device_state)
 
 
+@functools.partial(jax.jit, static_argnames=("align", "layout"), donate_argnames="device_state")
+def run_copies(
+    sources: jax.Array,
+    destinations: jax.Array,
+    device_state: DeviceState,
+    *,
+    align: AlignConfig,
+    layout: Layout | None = None,
+) -> DeviceState:
+    """Copies state blocks between two steps, all layers of them.
+
+    Args:
+        sources: The blocks that are read. int32 [n]
+        destinations: The blocks that are written, none of which is read, or NULL_BLOCK for padding. int32 [n]
+        device_state: What the last step left. `device_state` is donated.
+        align: How states are kept. Static.
+        layout: How the arrays lie on several devices; None for one. Static.
+
+    Returns:
+        The state for the next step.
+    """
+
+    def run(sources: jax.Array, destinations: jax.Array, device_state: DeviceState) -> DeviceState:
+        source, destination = (jnp.tile(blocks, (len(align.groups), 1)) for blocks in (sources, destinations))
+        plan = CopyPlan(
+            recurrent_source=source,
+            conv_source=source,
+            window_row=jnp.zeros_like(sources),
+            destination=destination,
+        )
+        return replace(device_state, pool=copy_states(align, device_state.pool, plan))
+
+    if layout is not None:
+        every, specs = PartitionSpec(), device_specs(layout, align)
+        return layout.run(run, (every, every, specs), specs)(sources, destinations, device_state)
+    return run(sources, destinations, device_state)
+
+
 def _num_lost(indices: StepIndices) -> jax.Array:
     """Returns the number of rows whose state is lost, those that `migrate` would have found included. int32 scalar."""
     found = indices.num_null_reads()

@@ -30,7 +30,7 @@ class ReadStep(NamedTuple):
 
     Attributes:
         rows: The result of each row. Rows that don't sample have no tokens.
-        copied_bytes: Bytes of states that the step copied between blocks.
+        copied_bytes: Bytes of states that were copied between blocks in the step, just before it or just after it.
         null_reads: Number of rows whose state was lost.
     """
 
@@ -49,7 +49,9 @@ class ReadStep(NamedTuple):
         ]
         if result.scores is not None:
             rows = _with_logprobs(result, places, rows)
-        return cls(rows, _copied_bytes(result.copies, align), int(result.null_reads))
+        given = [row.allocation for row, _ in rows]
+        whole = sum((blocks.load is not None) + (blocks.save is not None) for blocks in given) * align.bytes_per_block
+        return cls(rows, _copied_bytes(result.copies, align) + whole, int(result.null_reads))
 
 
 def _copied_bytes(copies: Any, align: AlignConfig) -> int:

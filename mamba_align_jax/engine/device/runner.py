@@ -12,7 +12,9 @@ import jax
 import numpy as np
 
 from mamba_align_jax.align.checked import StepChecker
+from mamba_align_jax.align.columns import NULL_BLOCK
 from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.cache.steps import Copy
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.device.command_thread import Answer, CommandThread
 from mamba_align_jax.engine.device.device_inputs import DeviceInputs, new_mailboxes
@@ -22,7 +24,7 @@ from mamba_align_jax.engine.device.packing import Packer, page_entries
 from mamba_align_jax.engine.device.page_tables import PageEntry, store_pages
 from mamba_align_jax.engine.device.pending import store_tokens
 from mamba_align_jax.engine.device.pool_entries import Forms, entry_bytes, forms_of, put_entries, take_entries
-from mamba_align_jax.engine.device.program import DeviceState, Graph, StepResult, run_fold, run_step
+from mamba_align_jax.engine.device.program import DeviceState, Graph, StepResult, run_copies, run_fold, run_step
 from mamba_align_jax.engine.device.read_step import ReadStep
 from mamba_align_jax.engine.device.sizing import PoolSizes, pages_spec
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
@@ -90,6 +92,7 @@ class StepRunner:
         drafter: DeviceDrafter | None = None,
         layout: Layout | None = None,
         launches_ahead: bool = False,
+        copies_states: bool = False,
     ) -> None:
         """Makes a runner with fresh pools.
 
@@ -105,6 +108,7 @@ class StepRunner:
             layout: How the arrays lie, for a model that is split over devices; `align` and `sizes` are then those of one
                 device.
             launches_ahead: Whether `dispatch` and what precedes a step return before the step is launched.
+            copies_states: Whether plans may have states that are copied: those of requests that start inside a block.
         """
         self.align = align
         self.max_prefill_rows = max_prefill_rows
@@ -115,7 +119,7 @@ class StepRunner:
         self._kv_spec = pages_spec(model, drafter)
         self._hidden_size = getattr(model.config, "hidden_size", 0)
         self._sizes, self._page_size = sizes, kv_page_size
-        self.drafter, self.layout = drafter, layout
+        self.drafter, self.layout, self.copies_states = drafter, layout, copies_states
         self._thread = CommandThread(weakref.WeakMethod(self._wait_for_device)) if launches_ahead else None
         self._start()
 
@@ -331,6 +335,8 @@ class StepRunner:
             self._begin(self.do_store_tokens, 0, ())
         if self.align.is_deferred:
             self.fold(-1)
+        if self.copies_states:
+            self._begin(self.do_copy_states, [])
         jax.block_until_ready(self._run(bucket, [None] * bucket.num_rows).result())
 
     def fold(self, slot: int) -> None:
@@ -345,6 +351,20 @@ class StepRunner:
         """Command: see `fold`."""
         slots = np.array([slot], np.int32)
         self.device_state = run_fold(slots, self.device_state, align=self.align, layout=self.layout)
+
+    def _copy_states(self, copies: Sequence[Copy]) -> None:
+        """Starts copies of state blocks, after the steps that were dispatched."""
+        if copies:
+            self._begin(self.do_copy_states, list(copies))
+            for copy in copies if self.align.checked else ():
+                self._checker.copied(*copy)
+
+    @_moves_data
+    def do_copy_states(self, copies: Sequence[Copy]) -> None:
+        """Command: copies states from the first block to the second one of each pair. No block is in both places."""
+        padded = np.full((2, self.max_prefill_rows), NULL_BLOCK, np.int32)
+        padded[:, : len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2).T
+        self.device_state = run_copies(*padded, self.device_state, align=self.align, layout=self.layout)
 
     def dispatch(self, plan: Plan) -> Dispatched:
         """Starts the step of a plan, without waiting for the device. `read` waits for the result."""
@@ -367,10 +387,13 @@ class StepRunner:
         inputs = self.packer.packed(bucket, places, early)
         # A checker that has raised, or that was not told of a step, can't be used again.
         self._is_sound = not self.align.checked
+        given_blocks = [row.allocation for row in places[bucket.decode_rows :] if row is not None]
+        self._copy_states([blocks.load for blocks in given_blocks if blocks.load])
         result = self._begin(self.do_step, bucket, inputs)
         if self.align.checked:
             given, counts = inputs.unpack(), result.result().unpack().counts
             self._checker.check(given.updates, given.additions, given.batch, counts, self.device_state.state)
+        self._copy_states([blocks.save for blocks in given_blocks if blocks.save])
         self._is_sound = True
         return result
 

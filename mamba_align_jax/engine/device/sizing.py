@@ -13,7 +13,7 @@ from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
 from mamba_align_jax.engine.model import ServedModel
 from mamba_align_jax.kv import KVSpec
-from pallas_kernels import UnsupportedError
+from pallas_kernels import CHUNK_SIZE, UnsupportedError
 
 # At least, a step's bytes for each token: where it is in its row, its sequence and the pages.
 _TOKEN_BYTES = 32
@@ -157,6 +157,19 @@ def pool_sizes(
     values.require(blocks >= least, "num_state_blocks", f"at least {least} for one request", blocks)
     values.require(pages >= 2, "num_kv_pages", "at least 2", pages)
     return PoolSizes(blocks, pages, align.bytes_per_block, page_bytes)
+
+
+def state_granularity(align: AlignConfig, config: EngineConfig, sizes: PoolSizes, steps_in_flight: int) -> int:
+    """Returns how many tokens lie between the positions at which the cache may keep a state, a divisor of the block size.
+
+    A hit at such a position ends with a page, and with a chunk of the prefill ops where blocks do: so the tokens after it
+    run in the same chunks as without a hit. Only boundaries are left if the pool has no block more than one request needs.
+    """
+    longest = min(config.max_num_batched_tokens, align.max_model_len)
+    least = 1 + align.blocks_per_request(steps_in_flight, max_chunk=longest)
+    if align.mode == "none" or sizes.state_blocks <= least:
+        return config.block_size
+    return math.lcm(config.kv_page_size, math.gcd(config.block_size, CHUNK_SIZE))
 
 
 def memory_bytes(devices: Sequence[jax.Device] = ()) -> int:

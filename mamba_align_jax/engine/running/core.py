@@ -79,7 +79,7 @@ class EngineCore:
         """Makes the core of an engine over a model that is on its devices."""
         self.config, self.model_config, self.tokenizer = worker.config, worker.model_config, tokenizer
         self.align, self.sizes, self.runner = worker.align, worker.sizes, worker.runner
-        self.explanation = worker.explanation
+        self.explanation, self._granularity = worker.explanation, worker.granularity
         self.steps_in_flight, self._drafter = worker.steps_in_flight, worker.drafters.host
         config = self.config
         self._watch = None
@@ -115,6 +115,7 @@ class EngineCore:
                 mode=config.prefix_cache,
                 steps_in_flight=self.steps_in_flight,
                 fold_length=self.align.fold_length if self.align.is_deferred else None,
+                granularity=self._granularity,
                 on_eviction=counters.evict_state_block,
             ),
             KVPageManager(self.sizes.kv_pages, config.kv_page_size, on_eviction=counters.evict_kv_page),

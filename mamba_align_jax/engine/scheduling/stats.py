@@ -17,7 +17,8 @@ class EngineStats:
         prompt_tokens: Tokens of the admitted prompts, each prompt counted once.
         cached_tokens: Prompt tokens that were not computed because the cache had them.
         prefill_tokens: Tokens computed by prefill rows. A preempted request's tokens are counted again.
-        state_bytes_copied: Bytes of states that were copied between blocks. 0 under policy "deferred".
+        state_bytes_copied: Bytes of states that were copied between blocks. Policy "deferred" copies those that are kept
+            inside blocks, and no others.
         preemptions: How often a request was preempted.
         evicted_state_blocks: State blocks that were evicted from the cache.
         evicted_kv_pages: KV pages that were evicted from the cache.
