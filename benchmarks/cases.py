@@ -1,17 +1,58 @@
-"""What the benchmarks of single ops share: their options, and the loop over an op's named cases."""
+"""What benchmarks share: their named cases, and for single ops also the options and the loop over the cases."""
 
 import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.rows import Row, append, facts
 from pallas_kernels import Implementation, Run
 
+
+class Named(Protocol):
+    """A case: it has a name."""
+
+    @property
+    def name(self) -> str:
+        """The name in the rows of results."""
+
+
+C = TypeVar("C", bound=Named)
+
 TUNE = "time several configurations"
 ALWAYS_SHOWN: tuple[Implementation, ...] = ("xla", "triton")
+
+
+def cases_named(cases: Iterable[C], names: Collection[str] | None, prefix: str = "") -> list[C]:
+    """Returns the cases of these names, with `prefix` or without it; all if there are no names.
+
+    Raises:
+        SystemExit: There is no such case. It says which ones there are.
+    """
+    every = list(cases)
+    unknown = [name for name in names or () if all(name not in (case.name, prefix + case.name) for case in every)]
+    if unknown:
+        raise SystemExit(f"--case must be one of {_listed(every, prefix)}, got {', '.join(unknown)}")
+    return [case for case in every if not names or case.name in names or prefix + case.name in names]
+
+
+def cases_matching(cases: Iterable[C], pattern: str) -> list[C]:
+    """Returns the cases in whose names a regular expression is found.
+
+    Raises:
+        SystemExit: There is none. It says which cases there are.
+    """
+    every = list(cases)
+    found = [case for case in every if re.search(pattern, case.name)]
+    if not found:
+        raise SystemExit(f"--case must be found in one of {_listed(every)}, got {pattern}")
+    return found
+
+
+def _listed(cases: Iterable[Named], prefix: str = "") -> str:
+    return ", ".join(dict.fromkeys(repr(prefix + case.name) for case in cases))
 
 
 def options_parser(description: str | None, *, budget: float, tune: str = TUNE) -> argparse.ArgumentParser:
@@ -56,9 +97,7 @@ def run_cases(
     header, begin = facts(options.commit), time.perf_counter()
     print(header, "" if copy_rate is None else f"copy {copy_rate / 1e6:.2f} TB/s", flush=True)
     more: Row = {} if copy_rate is None else {"copy_bandwidth_tb_s": copy_rate / 1e6}
-    for case in cases:
-        if not re.search(options.case, case.name):
-            continue
+    for case in cases_matching(cases, options.case):
         if time.perf_counter() - begin > options.budget:
             print(f"{case.name}: no time left", flush=True)
             continue

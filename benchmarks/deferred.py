@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks import deferred_delta_rule, deferred_mamba2
+from benchmarks.cases import cases_matching
 from benchmarks.deferred_bench import TURNS, Bench
 from benchmarks.kernel_benchmark import ROTATION_BYTES
 from benchmarks.kernels import time_ours
@@ -101,12 +102,8 @@ def plan(tiny: bool, pattern: str) -> list[Any]:
     cases: list[Any] = [*delta_rule_cases.CASES, *mamba2_cases.CASES]
     if tiny:
         return [case for module in (deferred_delta_rule, deferred_mamba2) for case in module.TINY]
-    cases = [
-        case
-        for case in cases
-        if re.fullmatch(r"\w+ \d+x\d \w+(, groups of 8)?", case.name) and re.search(pattern, case.name)
-    ]
-    cases = [case for case in cases if case.state_dtype != "float16"]
+    cases = [case for case in cases if re.fullmatch(r"\w+ \d+x\d \w+(, groups of 8)?", case.name)]
+    cases = cases_matching([case for case in cases if case.state_dtype != "float16"], pattern)
     return sorted(cases, key=lambda case: len(case.lengths) != 64)
 
 
@@ -120,10 +117,11 @@ def main() -> None:
     parser.add_argument("--json", help="append one JSON row per measurement to this file")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args()
+    cases = plan(options.tiny, options.case)
     header, begin = facts(options.commit), time.perf_counter()
     rate = None if options.tiny else copy_bandwidth()
     print(header, "" if rate is None else f"copy {rate / 1e6:.2f} TB/s", flush=True)
-    for case in plan(options.tiny, options.case):
+    for case in cases:
         if time.perf_counter() - begin > options.budget:
             print(f"{case.name}: no time left", flush=True)
             continue

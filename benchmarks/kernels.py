@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from benchmarks import peers, prefill, update
+from benchmarks.cases import cases_named
 from benchmarks.kernel_benchmark import KernelBenchmark
 from benchmarks.rows import append, environment
 from benchmarks.timing import copy_bandwidth, span_per_turn, time_per_turn
@@ -194,12 +195,14 @@ def main() -> None:
     parser.add_argument("--json", help="append one JSON row per case to this file")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args()
+    every = [case for op in options.op or OPS for case in OPS[op][0]]
+    chosen = {case.name for case in cases_named(every, options.case)}
     rate, header = copy_bandwidth(), environment(options.commit)
     print(f"{header}\ncopy bandwidth {rate / 1e6:.2f} TB/s")
     for op in options.op or OPS:
         cases, make = OPS[op]
         for case in cases:
-            if options.case and case.name not in options.case:
+            if case.name not in chosen:
                 continue
             benchmark = make(case)
             row = measure(benchmark)

@@ -29,6 +29,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from benchmarks.cases import cases_named
 from benchmarks.model_floor import Case, Ring, floor_us
 from benchmarks.random_model import MODELS, random_model
 from benchmarks.rows import Row, append, facts
@@ -56,7 +57,7 @@ LONGEST = 15  # kernels that a row lists
 
 
 CASES = (
-    *(Case("decode", rows, 4096) for rows in (1, 5, 16, 20, 64, 65, 256)),
+    *(Case("decode", rows, 4096) for rows in (1, 5, 8, 16, 20, 64, 65, 256)),
     *(Case("decode", rows, 32768) for rows in (1, 16)),
     *(Case("decode", rows, 4096, draws=True) for rows in (1, 16, 64)),
     *(Case("verify", rows, 4096, drafts=3) for rows in (16, 64)),
@@ -258,10 +259,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--json", help="append a row per case to this JSON Lines file")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args(arguments)
-    begin, header, rows = time.perf_counter(), facts(options.commit), []
-    rate = copy_bandwidth() if jax.default_backend() == "gpu" else 4.27e6
     config = MODELS[options.model]
     prefix = "moe " if config.num_experts else ""
+    cases = cases_named(CASES, options.case, prefix)
+    begin, header, rows = time.perf_counter(), facts(options.commit), []
+    rate = copy_bandwidth() if jax.default_backend() == "gpu" else 4.27e6
     model = random_model(config)
     jax.block_until_ready(nnx.state(model))
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_state_blocks", "num_kv_pages")
@@ -271,9 +273,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     engine: Engine | None = None
     print(f"{header}; {time.perf_counter() - begin:.0f} s", flush=True)
     # Cases of one engine follow one another.
-    for case in sorted(CASES, key=lambda case: case.drafts):
-        if options.case and not {case.name, prefix + case.name} & set(options.case):
-            continue
+    for case in sorted(cases, key=lambda case: case.drafts):
         if time.perf_counter() - begin > options.budget:
             print(f"{case.name}: no time left", flush=True)
             continue

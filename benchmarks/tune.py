@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.cases import cases_named
 from benchmarks.kernels import OPS, time_ours
 from pallas_kernels.causal_conv1d.config import Config as ConvConfig
 from pallas_kernels.causal_conv1d.config import PrefillConfig as ConvPrefillConfig
@@ -110,9 +111,7 @@ def main() -> None:
     configs = CONFIGS[options.op]
     if options.config:
         configs = [type(configs[0])(*ast.literal_eval(f"({text},)")) for text in options.config]
-    for case in cases:
-        if options.case and case.name not in options.case:
-            continue
+    for case in cases_named(cases, options.case):
         benchmark = make(case)
         widest = getattr(case, "key_dim", getattr(case, "state_dim", 0))
         fitting = [c for c in configs if options.config or getattr(c, "segment", 0) <= widest]
