@@ -155,7 +155,7 @@ def _tagged(call: Callable[[Rules, str, Mapping], str], begin: str) -> Frame:
 
 FRAMES: Mapping[str, Frame] = {
     "hermes": _tagged(_json_call, "\n"),
-    "granite": _tagged(_json_call, "\n"),
+    "granite4": _tagged(_json_call, "\n"),
     "qwen3_xml": _tagged(_qwen_call, "\n"),
     "ling": _tagged(_ling_call, ""),
     "kimi": Frame("<|tool_calls_section_begin|>", (), (), ("<|tool_calls_section_end|>",), _kimi_call),

@@ -56,7 +56,7 @@ TOOL_FORMS: Mapping[str, ToolForm] = {
     form.name: form
     for form in (
         ToolForm("hermes", ("<tool_call>",), read_hermes),
-        ToolForm("granite", ("<tool_call>",), read_hermes),
+        ToolForm("granite4", ("<tool_call>",), read_hermes),
         ToolForm("qwen3_xml", (QWEN_CALL, QWEN_FUNCTION), read_qwen, needs_special_tokens=False),
         ToolForm("ling", ("<tool_call>",), read_ling),
         ToolForm("kimi", (KIMI_CALLS, KIMI_CALL), read_kimi),
@@ -80,7 +80,7 @@ _SIGNS_OF_TOOL_FORMS = {
     "<TOOLCALL>": "nemotron_json",
     "<arg_key>": "ling",
     "<function=": "qwen3_xml",
-    "<|start_of_role|>": "granite",
+    "<|start_of_role|>": "granite4",
     "<tool_call>": "hermes",
 }
 

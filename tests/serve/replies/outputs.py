@@ -149,15 +149,15 @@ HERMES = [
     hermes(f"<tool_<tool_call<{NOW}", Content("<tool_<tool_call<"), call()),
 ]
 GRANITE = [
-    hermes(f"I will ask.\n{NOW}", Content("I will ask."), call(), tools="granite"),
-    hermes(f"{NOW}\n{NOW}", call(), call(), tools="granite"),
+    hermes(f"I will ask.\n{NOW}", Content("I will ask."), call(), tools="granite4"),
+    hermes(f"{NOW}\n{NOW}", call(), call(), tools="granite4"),
     hermes(
         '<tool_call>\n{"name": "look", "arguments": {"place": "A & B"}}\n</tool_call>',
         call("look", '{"place": "A & B"}'),
-        tools="granite",
+        tools="granite4",
     ),
-    hermes("<tool_call>look</tool_call>", *told("<tool_call>look</tool_call>"), tools="granite"),
-    hermes('{"name": "now", "arguments": {}}', *told('{"name": "now", "arguments": {}}'), tools="granite"),
+    hermes("<tool_call>look</tool_call>", *told("<tool_call>look</tool_call>"), tools="granite4"),
+    hermes('{"name": "now", "arguments": {}}', *told('{"name": "now", "arguments": {}}'), tools="granite4"),
 ]
 
 

@@ -14,7 +14,7 @@ JSON_CALLS = """
 {%- endfor %}"""
 TEMPLATES = {
     "hermes": JSON_CALLS,
-    "granite": "{{ '<|start_of_role|>assistant<|end_of_role|>' if false }}" + JSON_CALLS,
+    "granite4": "{{ '<|start_of_role|>assistant<|end_of_role|>' if false }}" + JSON_CALLS,
     "qwen3_xml": """<think>
 {{ reasoning }}
 </think>

@@ -65,7 +65,7 @@ PIECES = {
     "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "[", "]", "now(", ")", "a=", "'", "1", ", "],
     "nemotron_json": ["<TOOLCALL>", "</TOOLCALL>", '{"name": "now"}', "[", "]", ", "],
 }
-PIECES["granite"] = PIECES["hermes"]
+PIECES["granite4"] = PIECES["hermes"]
 
 
 @st.composite

@@ -34,7 +34,7 @@ NAMES = ["look", "now", "any"]
 JSON = [f'{{"name": "{name}", "arguments": {json.dumps(each)}}}' for name, each in zip(NAMES, ARGUMENTS, strict=True)]
 WRITTEN = {
     "hermes": [f"<tool_call>\n{each}\n</tool_call>" for each in JSON],
-    "granite": [f"<tool_call>\n{each}\n</tool_call>" for each in JSON],
+    "granite4": [f"<tool_call>\n{each}\n</tool_call>" for each in JSON],
     "nemotron_json": [f"<TOOLCALL>[{each}]</TOOLCALL>" for each in JSON],
     "kimi": [
         f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(each)}"

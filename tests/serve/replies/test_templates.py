@@ -131,6 +131,6 @@ def test_a_template_without_calls_may_show_the_form(template, form):
 def test_the_form_of_reasoning_is_known_from_the_template():
     found = {form: reasoning_form_of(template) for form, template in TEMPLATES.items()}
     assert found == {
-        **{"hermes": None, "granite": None, "qwen3_xml": "think", "ling": "think"},
+        **{"hermes": None, "granite4": None, "qwen3_xml": "think", "ling": "think"},
         **{"kimi": "kimi", "lfm2": "think", "nemotron_json": "think"},
     }
