@@ -54,8 +54,11 @@ class _ChatForm(Form):
         return self._choice(place, dict(delta=self.replies[place].add(update)), update)
 
     def _choice(self, place: int, content: Mapping[str, Any], said: Choice | RequestUpdate) -> dict[str, Any]:
-        scores = [self._logprobs(one) for one in said.logprobs or ()] if self.with_logprobs else []
-        logprobs = {"content": scores} if scores else None
+        logprobs = None
+        if self.with_logprobs and said.logprobs:
+            scores = map(self._logprobs, said.logprobs)
+            # A whole answer has so many that they are made while it is written.
+            logprobs = {"content": scores if isinstance(said, Choice) else list(scores)}
         written = self.choice(place, {**content, "logprobs": logprobs}, said.output, said.token_ids)
         if written["finish_reason"] == "stop" and self.replies[place].has_calls:
             written["finish_reason"] = "tool_calls"

@@ -140,6 +140,8 @@ class _CompletionForm(Form):
 
     def update(self, place: int, update: RequestUpdate) -> dict[str, Any]:
         content = self._content(place, update.text or "", update.token_ids, update.logprobs)
+        found = content["logprobs"]
+        content["logprobs"] = found and {name: list(made) for name, made in found.items()}
         return self.choice(place, content, update.output, update.token_ids)
 
     def _content(
@@ -151,12 +153,13 @@ class _CompletionForm(Form):
     def _logprobs(
         self, offsets: TextOffsets, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any]:
+        """Returns the log-probabilities of tokens. The lists are iterators, which are made while an answer is written."""
         service = self.service
         return {
-            "tokens": [service.token_name(token) for token in tokens],
-            "token_logprobs": [None if one is None else service.logprob(one.logprob) for one in logprobs],
-            "top_logprobs": [None if one is None else self._top(one) for one in logprobs],
-            "text_offset": [offsets.add(token) for token in tokens],
+            "tokens": map(service.token_name, tokens),
+            "token_logprobs": (None if one is None else service.logprob(one.logprob) for one in logprobs),
+            "top_logprobs": (None if one is None else self._top(one) for one in logprobs),
+            "text_offset": map(offsets.add, tokens),
         }
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,11 +13,11 @@ from starlette.responses import Response
 from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate
 from mamba_align_jax.serve.api.generation import Asked, Choice, run_requests, usage
 from mamba_align_jax.serve.api.service import Service
-from mamba_align_jax.serve.limits.clients import EventStream, too_long, while_connected
-from mamba_align_jax.serve.refusals import json_response
+from mamba_align_jax.serve.limits.clients import Event, EventStream, too_long, while_connected
+from mamba_align_jax.serve.long_answers import SlicedResponse, json_slices
 
-# The number of tokens of an answer that is written quickly, even with all log-probabilities.
-_LONG_ANSWER = 256
+# The number of tokens of an answer that is written quickly: with all log-probabilities, and without any.
+_LONG_WITH_SCORES, _LONG = 256, 4096
 
 
 class Streaming(NamedTuple):
@@ -52,11 +52,14 @@ class Form:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, place: int, choice: Choice) -> dict[str, Any]:
-        """Returns the choice in place `place` of an answer that is complete."""
+        """Returns the choice in place `place` of an answer that is complete, for `json_slices`."""
         raise NotImplementedError
 
     def opening(self, place: int, choice: Choice) -> dict[str, Any] | None:
-        """Returns the event with which a choice begins, or None. `Choice.count` was called with the first update."""
+        """Returns the event with which a choice begins, for `json_slices`, or None.
+
+        `Choice.count` was called with the first update.
+        """
         raise NotImplementedError
 
     def update(self, place: int, update: RequestUpdate) -> dict[str, Any]:
@@ -77,7 +80,7 @@ class Form:
         ending = {name: output and getattr(output, name) for name in ("finish_reason", "stop_reason")}
         return {"index": place, **content, **ending} | ({"token_ids": list(tokens)} if self.with_ids else {})
 
-    def _object(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
         name, model = self.prefix + self.id, self.service.settings.model_name
         return dict(id=name, object=kind, created=self.created, model=model, choices=choices)
 
@@ -103,26 +106,30 @@ class Form:
             except TimeoutError:
                 raise too_long(limit) from None
 
-        def write() -> Response:
-            return json_response(self.written(choices, num_tokens, n))
+        def write() -> list[bytes]:
+            return [*json_slices(self.written(choices, num_tokens, n))]
 
         await while_connected(request.receive, gather())
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         num_scores = sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in choices)
-        # Log-probabilities of many tokens take a while to write, in which other calls go on.
-        return await asyncio.to_thread(write) if num_scores > _LONG_ANSWER else write()
+        # A long answer takes a while to write, in which other calls go on.
+        if num_scores > _LONG_WITH_SCORES or num_tokens > _LONG:
+            return SlicedResponse(await asyncio.to_thread(write))
+        return SlicedResponse(write())
 
     def written(self, choices: Sequence[Choice], num_tokens: int, n: int) -> dict[str, Any]:
-        """Returns an answer that is complete, of which `num_tokens` tokens were generated."""
-        whole = self._object(self.whole_kind, [self.whole(*numbered) for numbered in enumerate(choices)])
+        """Returns an answer that is complete, of which `num_tokens` tokens were generated, for `json_slices`."""
+        whole = self._object(self.whole_kind, (self.whole(*numbered) for numbered in enumerate(choices)))
         return whole | {"usage": self.usage(choices, num_tokens, n)}
 
-    async def events(
-        self, asked: Sequence[Asked], n: int, streaming: Streaming
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, asked: Sequence[Asked], n: int, streaming: Streaming) -> AsyncGenerator[Event, None]:
         """Runs a call's requests, and yields the events of its answer."""
         choices = [Choice(prompt) for prompt, _ in asked]
         num_tokens, opened = 0, set[int]()
+
+        def opening(place: int) -> list[bytes]:
+            found = self.opening(place, choices[place])
+            return [] if found is None else [*json_slices(event(found, with_usage=streaming.continuous_usage))]
 
         def event(*parts: dict[str, Any], with_usage: bool) -> dict[str, Any]:
             written = self._object(self.event_kind, parts)
@@ -135,9 +142,10 @@ class Form:
                 choices[place].count(update)
                 if place not in opened:
                     opened.add(place)
-                    opening = self.opening(place, choices[place])
-                    if opening is not None:
-                        yield event(opening, with_usage=streaming.continuous_usage)
+                    is_long = len(choices[place].prompt_logprobs or ()) > _LONG_WITH_SCORES
+                    slices = await asyncio.to_thread(opening, place) if is_long else opening(place)
+                    if slices:
+                        yield slices
                 yield event(self.update(place, update), with_usage=streaming.continuous_usage)
             if streaming.include_usage:
                 yield event(with_usage=True)

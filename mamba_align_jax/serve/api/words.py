@@ -9,6 +9,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.serve.api.field_table import CHAT, fields_at
 from mamba_align_jax.serve.api.messages import take_prompt
 from mamba_align_jax.serve.api.service import Service
+from mamba_align_jax.serve.long_answers import SlicedResponse, json_slices
 from mamba_align_jax.serve.refusals import json_response
 
 _SLICE = 2**16
@@ -27,7 +28,8 @@ async def tokenize(service: Service, request: Request) -> Response:
         special = fields.take("add_special_tokens", values.flag)
         tokens = await service.encode(text, "prompt", add_special_tokens=special is not False)
     fields.end(fields_at(CHAT))
-    return json_response({"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)})
+    content = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)}
+    return SlicedResponse([*json_slices(content)])
 
 
 async def detokenize(service: Service, request: Request) -> Response:

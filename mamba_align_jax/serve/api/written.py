@@ -15,7 +15,7 @@ from mamba_align_jax.serve.api.form import Form, Streaming
 from mamba_align_jax.serve.api.generation import Asked, Choice, run_requests, usage
 from mamba_align_jax.serve.api.replies import Reply
 from mamba_align_jax.serve.api.service import Service
-from mamba_align_jax.serve.limits.clients import EventStream
+from mamba_align_jax.serve.limits.clients import Event, EventStream
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.replies.parts import Part
 
@@ -83,9 +83,7 @@ class _WrittenForm(Form):
         assert output is not None
         return self.writer.whole(output.finish_reason, output.stop_reason, self.usage(choices, num_tokens, n))
 
-    async def events(
-        self, asked: Sequence[Asked], n: int, streaming: Streaming
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, asked: Sequence[Asked], n: int, streaming: Streaming) -> AsyncGenerator[Event, None]:
         choice, num_tokens, has_begun = Choice(asked[0][0]), 0, False
         updates = run_requests(self.service.serving, self.service.metrics, asked)
         try:

@@ -10,6 +10,8 @@ from starlette.types import Receive, Scope, Send
 from mamba_align_jax.serve.refusals import Refusal, internal_error, to_json
 
 T = TypeVar("T")
+# A JSON value, or the slices of one that is written already: see `long_answers`.
+Event = dict[str, Any] | list[bytes]
 _LOG = logging.getLogger(__name__)
 
 _HEADERS = (
@@ -56,13 +58,13 @@ class EventStream:
 
     def __init__(
         self,
-        events: AsyncGenerator[Any, None],
+        events: AsyncGenerator[Event, None],
         call_s: float,
         refused: Callable[[int, str | None], None],
         *,
         named: bool = False,
     ) -> None:
-        """Makes a response of events that are JSON values.
+        """Makes a response of events.
 
         Args:
             events: The events, the last of which must have come within `call_s` seconds.
@@ -90,7 +92,10 @@ class EventStream:
                         if not self._has_begun:
                             self._has_begun = True
                             await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
-                        await send(self._event(event))
+                        if isinstance(event, list):
+                            await self._send_slices(send, event)
+                        else:
+                            await send(self._event(event))
             except TimeoutError:
                 raise too_long(self._call_s) from None
         except Exception as error:
@@ -106,6 +111,12 @@ class EventStream:
         end = b"" if self._named else b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    def _event(self, content: Any) -> dict[str, Any]:
+    async def _send_slices(self, send: Send, slices: list[bytes]) -> None:
+        """Sends an event without a name. Other calls go on between its slices."""
+        for body in (b"data: ", *slices, b"\n\n"):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await asyncio.sleep(0)
+
+    def _event(self, content: dict[str, Any]) -> dict[str, Any]:
         name = f"event: {content['type']}\n".encode() if self._named else b""
         return {"type": "http.response.body", "body": name + b"data: " + to_json(content) + b"\n\n", "more_body": True}
