@@ -48,7 +48,7 @@ def test_a_large_answer_is_written_beside_the_loop(served, monkeypatch, logprobs
     tokens, text = ([5] * 100, "a") if logprobs else ([5] * 2000, "ä" * 50_000)
     scores = tuple(TokenLogprobs(token, -1.0, ((token, -1.0),) * 5) for token in tokens) if logprobs else None
 
-    async def run_requests(serving, metrics, requests):
+    async def run_requests(serving, metrics, requests, grammar_field):
         for place in range(len(requests)):
             output = SimpleNamespace(finish_reason="length", stop_reason=None)
             given = dict(request_id=0, token_ids=tuple(tokens), text=text, logprobs=scores)

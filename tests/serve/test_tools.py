@@ -7,7 +7,9 @@ from fakes.http import Served, answer
 from fakes.script import Script
 from serve.conftest import LIMITS
 
+from mamba_align_jax.engine.scheduling.request import RequestOutput, RequestUpdate
 from mamba_align_jax.engine.text.chat_template import ChatTemplate
+from mamba_align_jax.errors import GrammarError
 from mamba_align_jax.serve.settings import Settings
 
 pytest.importorskip("llguidance")
@@ -311,3 +313,33 @@ def test_a_schema_that_nothing_can_hold_is_named(tools, fields):
     error = tools.post(CHAT, call).json()["error"]
     wanted = "response_format" if "response_format" in fields else "tools"
     assert (error["param"], error["code"], error["message"].split()[0]) == (wanted, "grammar", wanted)
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "wanted"),
+    [
+        (CHAT, ASK | {"tool_choice": "required"}, "tools"),
+        (CHAT, ASK | FORMAT, "response_format"),
+        (CHAT, ASK | {"tools": None, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (
+            "/v1/responses",
+            {"input": "x", "tools": [{"type": "function", "name": "clock"}], "tool_choice": "required"},
+            "tools",
+        ),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_in_an_answer_is_named_by_the_calls_field(tools, monkeypatch, path, call, wanted, stream):
+    zeros = dict.fromkeys(("num_cached_tokens", "num_draft_tokens", "num_accepted_tokens", "e2e_s"), 0)
+    none = dict.fromkeys(("cache_miss", "ttft_s", "tpot_s"))
+    empty = dict.fromkeys(("prompt_token_ids", "token_ids", "checkpoint_at", "token_times"), ())
+    failed = dict(request_id=0, finish_reason="error", error=GrammarError("grammar: it is too complex"))
+
+    async def generate(prompt, params):
+        yield RequestUpdate(request_id=0, token_ids=(), output=RequestOutput(**zeros, **none, **empty, **failed))
+
+    monkeypatch.setattr(tools.service.serving, "generate", generate)
+    error = tools.post(path, call | {"stream": stream}).json()["error"]
+    assert (error["param"], error["code"]) == (wanted, "grammar")

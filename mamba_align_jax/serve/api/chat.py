@@ -20,7 +20,13 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
     """Answers a call, or raises a Refusal if it is malformed, asks for too much, or can't be run."""
     key, fields = await service.read(request)
     plan = await plan_chat(service, key, fields)
-    form = _ChatForm(service=service, with_ids=plan.with_ids, with_logprobs=plan.with_logprobs, replies=plan.replies)
+    form = _ChatForm(
+        service=service,
+        grammar_field=plan.grammar_field,
+        with_ids=plan.with_ids,
+        with_logprobs=plan.with_logprobs,
+        replies=plan.replies,
+    )
     return await form.answer(request, plan.asked, plan.n, plan.streaming)
 
 

@@ -34,6 +34,7 @@ class ReadChat(NamedTuple):
         has_seed: Whether the caller gave a seed.
         with_ids: Whether token ids are reported.
         with_logprobs: Whether log-probabilities are.
+        grammar_field: The field that the replies' grammar comes from, if they have one.
     """
 
     prompt: ChatPrompt
@@ -44,6 +45,7 @@ class ReadChat(NamedTuple):
     has_seed: bool
     with_ids: bool
     with_logprobs: bool
+    grammar_field: str
 
 
 class ChatPlan(NamedTuple):
@@ -56,6 +58,7 @@ class ChatPlan(NamedTuple):
         replies: The choices' replies, which have not begun.
         with_ids: Whether token ids are reported.
         with_logprobs: Whether log-probabilities are.
+        grammar_field: The field that the replies' grammar comes from, if they have one.
     """
 
     asked: list[Asked]
@@ -64,6 +67,7 @@ class ChatPlan(NamedTuple):
     replies: list[Reply]
     with_ids: bool
     with_logprobs: bool
+    grammar_field: str
 
 
 async def plan_chat(service: Service, key: bytes | None, fields: Fields) -> ChatPlan:
@@ -72,7 +76,7 @@ async def plan_chat(service: Service, key: bytes | None, fields: Fields) -> Chat
     params = replace(chat.params, checkpoint_at=await service.checkpoint_offsets(chat.prompt))
     asked = service.choices_of([chat.prompt.tokens], params, chat.n, has_seed=chat.has_seed)
     begun = [chat.form.begin(service, params) for _ in range(chat.n)]
-    return ChatPlan(asked, chat.n, chat.streaming, begun, with_ids=chat.with_ids, with_logprobs=chat.with_logprobs)
+    return ChatPlan(asked, chat.n, chat.streaming, begun, chat.with_ids, chat.with_logprobs, chat.grammar_field)
 
 
 async def read_chat(service: Service, key: bytes | None, fields: Fields) -> ReadChat:
@@ -98,7 +102,8 @@ async def read_chat(service: Service, key: bytes | None, fields: Fields) -> Read
     fields.end(_FIELDS)
     grammar = await form.grammar(service, response)
     if grammar is not None:
-        await service.check_grammar(grammar, "tools" if response is None else grammar_field)
+        grammar_field = "tools" if response is None else grammar_field
+        await service.check_grammar(grammar, grammar_field)
         found["grammar"] = grammar
     if form.needs_special_tokens:
         found["skip_special_tokens"] = False
@@ -113,4 +118,4 @@ async def read_chat(service: Service, key: bytes | None, fields: Fields) -> Read
     limit, left = old_max_tokens if max_tokens is None else max_tokens, service.max_model_len - len(tokens)
     params = make_params(found | {"max_tokens": limit or min(left, found.get("max_tokens", left))})
     service.check_length(len(tokens), params.max_tokens, "messages")
-    return ReadChat(prompt, form, params, n, streaming, has_seed, with_ids=with_ids, with_logprobs=with_logprobs)
+    return ReadChat(prompt, form, params, n, streaming, has_seed, with_ids, with_logprobs, grammar_field)

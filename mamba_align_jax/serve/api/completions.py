@@ -67,7 +67,9 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     skips = found.get("skip_special_tokens", True)
     starts = [TextOffsets(service, *one, skip_special_tokens=skips) for one in shown]
     offsets = starts if logprobs is not None else None
-    form = _CompletionForm(service=service, with_ids=with_ids, echoed=echoed, offsets=offsets)
+    form = _CompletionForm(
+        service=service, grammar_field=grammar_field, with_ids=with_ids, echoed=echoed, offsets=offsets
+    )
     return await form.answer(request, asked, n, streaming)
 
 

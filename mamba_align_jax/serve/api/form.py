@@ -37,6 +37,7 @@ class Form:
         event_kind: The kind of an event.
         named: Whether events have names: see `EventStream`.
         service: The service.
+        grammar_field: The field of the call that the replies' grammar comes from, if they have one.
         with_ids: Whether token ids are reported.
         id: The call's name, without the prefix.
         created: When it came, in seconds since 1970.
@@ -47,6 +48,7 @@ class Form:
     event_kind: ClassVar[str]
     named: ClassVar[bool] = False
     service: Service
+    grammar_field: str
     with_ids: bool
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -84,6 +86,10 @@ class Form:
         name, model = self.prefix + self.id, self.service.settings.model_name
         return dict(id=name, object=kind, created=self.created, model=model, choices=choices)
 
+    def run(self, asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
+        """Runs a call's requests: see `run_requests`."""
+        return run_requests(self.service.serving, self.service.metrics, asked, self.grammar_field)
+
     async def answer(
         self, request: Request, asked: Sequence[Asked], n: int, streaming: Streaming | None
     ) -> Response | EventStream:
@@ -100,7 +106,7 @@ class Form:
         async def gather() -> None:
             try:
                 async with asyncio.timeout(limit):
-                    async for place, update in run_requests(service.serving, service.metrics, asked):
+                    async for place, update in self.run(asked):
                         choices[place].add(update)
                         self.read(place, update)
             except TimeoutError:
@@ -135,7 +141,7 @@ class Form:
             written = self._object(self.event_kind, parts)
             return written | {"usage": self.usage(choices, num_tokens, n)} if with_usage else written
 
-        updates = run_requests(self.service.serving, self.service.metrics, asked)
+        updates = self.run(asked)
         try:
             async for place, update in updates:
                 num_tokens += len(update.token_ids)

@@ -20,11 +20,12 @@ Asked = tuple[Sequence[int], SamplingParams]
 
 
 async def run_requests(
-    serving: AsyncEngine, metrics: Metrics, requests: Sequence[Asked]
+    serving: AsyncEngine, metrics: Metrics, requests: Sequence[Asked], grammar_field: str
 ) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
     """Runs requests side by side, and yields what is new of each with the request's place. Closing it aborts them.
 
-    It raises a Refusal if the engine takes one of the requests not at all or not now, or if an exception ended one.
+    It raises a Refusal if the engine takes one of the requests not at all or not now, or if an exception ended one. That
+    names `grammar_field`, a field of the call, if it is about the grammar.
     """
     called = time.perf_counter()
     known, begun = set[int](), set[int]()
@@ -37,14 +38,14 @@ async def run_requests(
                 if begins:
                     begun.add(place)
                 if update.output is not None:
-                    _check_end(update.output)
+                    _check_end(update.output, grammar_field)
                 yield place, update
     except QueueFullError as error:
         raise Refusal(429, f"{error}; try again later", code="queue_full", headers={"retry-after": "1"}) from error
     except EngineDeadError as error:
         raise stopped(serving) from error
     except ValueError as error:
-        raise wrong_value(error) from error
+        raise wrong_value(error, grammar_field) from error
 
 
 def stopped(serving: AsyncEngine) -> Refusal:
@@ -54,9 +55,9 @@ def stopped(serving: AsyncEngine) -> Refusal:
     return Refusal(503, "the engine has stopped", code="engine_dead")
 
 
-def _check_end(output: RequestOutput) -> None:
+def _check_end(output: RequestOutput, grammar_field: str) -> None:
     if isinstance(output.error, GrammarError):
-        raise Refusal(400, str(output.error), param="response_format", code="grammar")
+        raise Refusal(400, str(output.error), param=grammar_field, code="grammar")
     if output.finish_reason == "error":
         # The text of an exception may tell of other requests, so it stays in the log.
         raise Refusal(500, "the engine failed while it ran this request", code="engine_error")

@@ -53,9 +53,12 @@ def make_params(found: Mapping[str, Any]) -> SamplingParams:
         raise wrong_value(error) from error
 
 
-def wrong_value(error: ValueError) -> Refusal:
-    """Returns the refusal for a ValueError of the engine, with the API's name of the field that it is about."""
-    names = {"prompt_token_ids": "prompt", "grammar": "response_format"}
+def wrong_value(error: ValueError, grammar_field: str = "response_format") -> Refusal:
+    """Returns the refusal for a ValueError of the engine, with the API's name of the field that it is about.
+
+    `grammar_field` is the field that a grammar comes from.
+    """
+    names = {"prompt_token_ids": "prompt", "grammar": grammar_field}
     param = names.get(error.field, error.field) if isinstance(error, FieldError) else None
     return Refusal(400, str(error), param=param)
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mamba_align_jax.engine.scheduling.request import RequestUpdate
 from mamba_align_jax.serve.api.chat_plan import ChatPlan
 from mamba_align_jax.serve.api.form import Form, Streaming
-from mamba_align_jax.serve.api.generation import Asked, Choice, run_requests, usage
+from mamba_align_jax.serve.api.generation import Asked, Choice, usage
 from mamba_align_jax.serve.api.replies import Reply
 from mamba_align_jax.serve.api.service import Service
 from mamba_align_jax.serve.limits.clients import Event, EventStream
@@ -37,10 +37,21 @@ class Writer(Protocol):
 
 
 async def answer(
-    service: Service, request: Request, plan: ChatPlan, writer: Writer, *, streams: bool
+    service: Service,
+    request: Request,
+    plan: ChatPlan,
+    writer: Writer,
+    names: Mapping[str, str],
+    *,
+    streams: bool,
 ) -> Response | EventStream:
-    """Runs a chat of one choice, and returns what the writer makes of its reply. It raises what `Form.answer` raises."""
-    form = _WrittenForm(service=service, with_ids=False, writer=writer, reply=plan.replies[0])
+    """Runs a chat of one choice, and returns what the writer makes of its reply. It raises what `Form.answer` raises.
+
+    `names` has the endpoint's names of a chat's fields that differ.
+    """
+    field = names.get(plan.grammar_field, plan.grammar_field)
+    reply = plan.replies[0]
+    form = _WrittenForm(service=service, grammar_field=field, with_ids=False, writer=writer, reply=reply)
     return await form.answer(request, plan.asked, plan.n, Streaming() if streams else None)
 
 
@@ -85,7 +96,7 @@ class _WrittenForm(Form):
 
     async def events(self, asked: Sequence[Asked], n: int, streaming: Streaming) -> AsyncGenerator[Event, None]:
         choice, num_tokens, has_begun = Choice(asked[0][0]), 0, False
-        updates = run_requests(self.service.serving, self.service.metrics, asked)
+        updates = self.run(asked)
         try:
             async for _, update in updates:
                 num_tokens += len(update.token_ids)

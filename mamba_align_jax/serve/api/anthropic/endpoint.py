@@ -24,7 +24,7 @@ async def create_message(service: Service, request: Request) -> Response | Event
     with own_names(NAMES):
         planned = await plan_chat(service, key, Fields("", chat))
     writer = MessageWriter(service.settings.model_name, uuid.uuid4().hex)
-    return await answer(service, request, planned, writer, streams=streams)
+    return await answer(service, request, planned, writer, NAMES, streams=streams)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

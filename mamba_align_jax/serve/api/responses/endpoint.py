@@ -26,4 +26,4 @@ async def create_response(service: Service, request: Request) -> Response | Even
     with own_names(NAMES):
         planned = await plan_chat(service, key, Fields("", read.chat))
     writer = ResponseWriter(service.settings.model_name, uuid.uuid4().hex, int(time.time()), read.shown)
-    return await answer(service, request, planned, writer, streams=streams)
+    return await answer(service, request, planned, writer, NAMES, streams=streams)
