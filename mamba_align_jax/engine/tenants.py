@@ -39,6 +39,11 @@ class Lines(Generic[T]):
         """What leaves in the next turn."""
         return next(iter(next(iter(self._lines.values())).values()))
 
+    @property
+    def heads(self) -> Iterator[T]:
+        """The first in each line, in the order of the lines' turns."""
+        return (next(iter(line.values())) for line in self._lines.values())
+
     def take(self) -> T:
         """Takes out what leaves in this turn."""
         tenant, first = next(iter(self._lines)), self.first

@@ -78,6 +78,7 @@ def test_a_request_over_its_budget_ends_with_the_reason(tokenizer, stepping, mon
 def test_others_go_on_while_a_dear_mask_is_made(tokenizer, stepping, monkeypatch):
     """Those with cheap grammars too. The dear request goes on afterwards, with the same tokens."""
     engine = Engine(MODEL, EngineConfig(**SIZES | STEPPING[stepping]), tokenizer=tokenizer)
+    serve(engine, [(PROMPT, params_of("[ab]{3,9}", max_tokens=2)), ([3], SamplingParams(max_tokens=2))])  # compiles
     gate, allow = threading.Event(), GrammarState.allow
 
     def wait(self, tokens, start, drafts=()):
@@ -107,6 +108,42 @@ def test_others_go_on_while_a_dear_mask_is_made(tokenizer, stepping, monkeypatch
         outputs |= {output.request_id: output for output in engine.step()}
     assert list(outputs[dear].token_ids) == expected(PROMPT, dear_params)
     assert engine.stats.preemptions == 0
+
+
+def test_requests_with_dear_masks_hold_half_of_the_slots_at_most(tokenizer, monkeypatch):
+    """Others overtake those that wait for a slot or for their first mask. All get their tokens."""
+    engine = Engine(MODEL, EngineConfig(**SIZES | dict(max_num_seqs=2)), tokenizer=tokenizer)
+    serve(engine, [(PROMPT, params_of("[ab]{3,9}", max_tokens=2)), ([3], SamplingParams(max_tokens=2))])  # compiles
+    gate, allow = threading.Event(), GrammarState.allow
+    dear_params = [params_of("[ab]{3,9}", tenant=tenant) for tenant in "abc"]
+    dear = [engine.add_request(PROMPT, params) for params in dear_params]
+    states = [engine.core.requests[one].grammar for one in dear]
+
+    def wait(self, tokens, start, drafts=()):
+        if self in states:
+            assert gate.wait(300), "the engine waits for a mask"
+        return allow(self, tokens, start, drafts)
+
+    monkeypatch.setattr(GrammarState, "allow", wait)
+    monkeypatch.setattr(GrammarState, "is_cheap", property(lambda self: self not in states))
+    usual = [([3], SamplingParams(max_tokens=4, ignore_eos=True)), ([5, 6], params_of("(ab|c){1,5}d?"))]
+    outputs = {}
+
+    def finish(ids):
+        for _ in range(1000):
+            if all(one in outputs for one in ids):
+                return
+            outputs.update({output.request_id: output for output in engine.step()})
+            running = [request.id for request in engine.core.scheduler.running]
+            assert len({*running} & {*dear}) <= 1
+        raise AssertionError("no progress")
+
+    finish([engine.add_request(*one) for one in usual])
+    assert not outputs.keys() & {*dear}
+    gate.set()
+    finish(dear)
+    for one, params in zip(dear, dear_params, strict=True):
+        assert list(outputs[one].token_ids) == expected(PROMPT, params)
 
 
 def test_a_dear_mask_of_a_request_that_is_aborted_is_not_made(tokenizer, monkeypatch):

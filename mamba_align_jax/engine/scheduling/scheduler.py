@@ -1,7 +1,7 @@
 """Plans steps: continuous batching, chunked prefill and preemption. Holds no JAX arrays."""
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -123,7 +123,8 @@ class Scheduler:
     If there are too few free blocks and no result is unread, a running request is preempted: the one that entered last
     among those with the highest priority number. It gives all blocks back, waits before all of its priority that never
     ran, and resumes from what is still cached. No request enters before one that waits ahead of it, nor while a running
-    request waits for blocks. Therefore requests of the same priority never keep one of them waiting for ever.
+    request waits for blocks; but one whose grammar has dear masks is overtaken while these are made, or while requests
+    like it have half of the slots. Therefore requests of the same priority never keep one of them waiting for ever.
 
     Attributes:
         current: The request whose row is being planned, recorded or removed; None between requests. If anything is
@@ -175,6 +176,7 @@ class Scheduler:
         self.current: Request | None = None
         self._fold = fold
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._max_dear = max(1, max_num_seqs // 2)
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -342,8 +344,9 @@ class Scheduler:
                 budget -= used
                 blocked |= lacks_blocks
         # A request that enters takes blocks, so none enters while a running request waits for some.
-        while self.waiting and self._free_slots and not blocked:
-            request = self.current = self.waiting.first
+        lack_masks = set[int]()
+        while self._free_slots and not blocked and (request := self._next_to_enter(lack_masks)) is not None:
+            self.current = request
             hit = self._lookup(request)
             request.num_computed, request.chain = hit.length, hit.state.chain
             if not request.is_counted:
@@ -352,17 +355,35 @@ class Scheduler:
             if request.num_admissions == 0:
                 # What a request keeps is decided when it first enters. A preemption doesn't change it.
                 request.keep = self.cache.checkpoints(len(request.prompt), request.checkpoint_at, hit.junction)
+            others_await_masks, plan.awaits_masks = plan.awaits_masks, False
             used, blocked = self._plan_chunk(plan, request, budget, hit)
+            awaits_masks, plan.awaits_masks = plan.awaits_masks, plan.awaits_masks or others_await_masks
             if not used:
-                # The request keeps its place, and none overtakes it; if it has failed, it leaves before the next plan.
+                # The request keeps its place; if it has failed, it leaves before the next plan.
                 request.num_computed = 0
                 if not request.is_counted:
                     # It may end before it uses what was found.
                     request.num_cached, request.cache_miss = 0, None
-                return
+                if not awaits_masks:
+                    return
+                # Only a request whose masks are not made is overtaken.
+                lack_masks.add(request.id)
+                continue
             budget -= used
             self.waiting.enter(request, self.running)
             insort(self.running, request, key=by_rank)
+
+    def _next_to_enter(self, lack_masks: Container[int]) -> Request | None:
+        """Returns the first waiting request that may enter: not one of `lack_masks`, whose masks are not made yet.
+
+        Requests with dear masks wait for them in their slots, so they get half of the slots at most.
+        """
+        if not self.waiting:
+            return None
+        may_be_dear = sum(map(_is_dear, self.running)) < self._max_dear
+        return self.waiting.first_that(
+            lambda request: request.id not in lack_masks and (may_be_dear or not _is_dear(request))
+        )
 
     def _budget(self, plan: Plan) -> int:
         """Returns the number of prompt tokens of a step with the plan's decode rows."""
@@ -418,6 +439,10 @@ class Scheduler:
         row.masks = masks if row.samples else None
         plan.prefill.append(self._planned(row))
         return end - start, lacks_blocks
+
+
+def _is_dear(request: Request) -> bool:
+    return request.grammar is not None and not request.grammar.is_cheap
 
 
 def _room(request: Request) -> int:

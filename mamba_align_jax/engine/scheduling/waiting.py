@@ -4,7 +4,7 @@ import heapq
 import itertools
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from mamba_align_jax.engine.scheduling.request import Request
@@ -30,6 +30,10 @@ class _SamePriority:
     @property
     def first(self) -> Request:
         return self.returned[0] if self.returned else self.new.first
+
+    @property
+    def heads(self) -> Iterator[Request]:
+        return itertools.chain(self.returned, self.new.heads)
 
 
 class WaitingQueue:
@@ -75,6 +79,11 @@ class WaitingQueue:
         """The request that runs next."""
         return min((level.first for level in self._levels.values()), key=by_rank)
 
+    def first_that(self, may_run: Callable[[Request], bool]) -> Request | None:
+        """Returns the request that runs next of those that may. A tenant's requests don't overtake each other."""
+        found = (next(filter(may_run, level.heads), None) for level in self._levels.values())
+        return min((request for request in found if request is not None), key=by_rank, default=None)
+
     def add(self, request: Request) -> None:
         """Queues a request that has just arrived, and sets its rank.
 
@@ -110,7 +119,7 @@ class WaitingQueue:
         return arrival + priority * self.overtaking_limit, priority, 0
 
     def enter(self, request: Request, running: Iterable[Request]) -> None:
-        """Takes the first request out, because it runs from now on.
+        """Takes a request out, because it runs from now on.
 
         If it runs for the first time, its rank is then behind those of its priority that run already, so that it gives way
         to them even if it came before them and its tenant had to wait.
