@@ -21,7 +21,7 @@ API = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md"))
 # Modules that hold no names for users: the programs, and the insides of the ops.
 INTERNAL = re.compile(
     r".*\.(__main__|_\w+|cli(\.\w+)?|cases|xla|api|pallas_triton\w*|\w*sm90|weights|coefficients|decays|"
-    r"(prefill|hopper)(\.\w+)?)$"
+    r"(prefill|hopper|product_chain)(\.\w+)*)$"
 )
 
 

@@ -2,28 +2,22 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device
-from pallas_kernels._check import check_argument, check_layer, checked, dtype_of, require, sizes_of
+from pallas_kernels._check import checked, require, sizes_of
 from pallas_kernels._mosaic_available import unavailable
 from pallas_kernels.all_reduce import Mailboxes
-from pallas_kernels.causal_conv1d.api import check as check_convolution
 from pallas_kernels.dispatch import Run, dispatch
-from pallas_kernels.product_chain import _schedule, _separate
-from pallas_kernels.product_chain._steps import (
-    Convolution,
-    Experts,
-    GateActivation,
-    GatedNorm,
-    Norm,
-    Product,
-    Step,
-    weights_of,
-)
+from pallas_kernels.product_chain import schedule
+from pallas_kernels.product_chain.few_tokens import FewTokens
+from pallas_kernels.product_chain.launch import launch
+from pallas_kernels.product_chain.one_token import OneToken
+from pallas_kernels.product_chain.step import Separate, Step, places
+from pallas_kernels.product_chain.steps.norm import Norm
 
 
 @checked
@@ -125,23 +119,20 @@ def _launch(
 ) -> tuple[Any, jax.Array | None, Any]:
     """Return the results, the residual stream, and the next epoch."""
     capacity = None if mailboxes is None else mailboxes.capacity
-    steps, convolution = _without_convolution(steps)
-    reason = _schedule.unsupported(x, steps, residual, parts, device.sm_count(), capacity)
-    reason = reason or unavailable(run)
-    if run.implementation is None and _schedule.is_short(steps):
+    last = None
+    if steps[-1].takes == "parts":
+        *_, last = places(steps, x.shape[-1], parts)
+        steps = steps[:-1]
+    reason = schedule.unsupported(x, steps, residual, parts, device.sm_count(), capacity) or unavailable(run)
+    if run.implementation is None and schedule.is_short(steps):
         reason = "so few steps save less time than the launch costs"
-    later = None
-    if convolution is not None and reason is None:
-        from pallas_kernels.product_chain import _convolution
-
-        unable = _convolution.unsupported(convolution, weights_of(steps)[-1].dtype)
-        if unable is not None and run.implementation is None:
-            convolution, later = None, convolution
-        else:
-            reason = unable
-    results, residual, epoch = _run(x, steps, residual, mailboxes, epoch, convolution, parts, run, reason)
-    if later is not None:
-        results = _separate.convolved(results, later, run)
+    unable = last and last.step.unsupported(last, schedule.launch_of(x.shape[-2], capacity), x, capacity)
+    is_separate = unable is not None and reason is None and run.implementation is None
+    if last is not None and not is_separate:
+        steps, reason = (*steps, last.step), reason or unable
+    results, residual, epoch = _run(x, steps, residual, mailboxes, epoch, parts, run, reason)
+    if last is not None and is_separate:
+        results = last.step.run_alone(results, last, Separate(residual, mailboxes, epoch, run))
     return results, residual, epoch
 
 
@@ -151,155 +142,44 @@ def _steps_of(op: str, steps: Any) -> tuple[Any, ...]:
     return tuple(steps)
 
 
-def _without_convolution(steps: tuple[Any, ...]) -> tuple[tuple[Step, ...], Convolution | None]:
-    """Return the steps before a convolution, and the convolution, or None if there is none."""
-    return (steps[:-1], steps[-1]) if isinstance(steps[-1], Convolution) else (steps, None)
-
-
 def _check(
     op: str, x: jax.Array, steps: tuple[Any, ...], residual: jax.Array | None, parts: Any
 ) -> tuple[int, ...] | None:
     """Check the arguments, and return `parts` as Python integers."""
     require(len(steps) > 0, f"{op}: steps must not be empty")
     require(x.ndim == 2 or x.shape[0] > 0, f"{op}: x must have at least one partial sum, got none")
-    steps, convolution = _without_convolution(steps)
-    channels, can_norm = x.shape[-1], True
-    for index, step in enumerate(steps):
-        name = f"{op}: step {index}"
-        _check_fields(name, step)
-        if isinstance(step, Norm):
-            require(can_norm, f"{name}: a norm must be the first step or follow a product that is not gated")
-            require(residual is not None, f"{name}: a norm needs a residual stream, got residual=None")
-            if residual is not None:
-                wanted = (x.shape[-2], channels)
-                require(
-                    residual.shape == wanted, f"{name}: residual must be {list(wanted)}, got {list(residual.shape)}"
-                )
-            require(
-                step.weight.shape == (channels,), f"{name}: weight must be [{channels}], got {list(step.weight.shape)}"
-            )
-            dtype_of(name, "out_dtype", step.out_dtype, x.dtype)
-            can_norm = False
-        elif isinstance(step, Product):
-            require(index > 0 or x.ndim == 2, f"{name}: a product takes no partial sums, got x {list(x.shape)}")
-            shape = step.weight.shape
-            require(shape[1] == channels, f"{name}: weight must be [outputs, {channels}], got {list(shape)}")
-            require(not step.is_gated or shape[0] % 2 == 0, f"{name}: gated weights must have an even number of rows")
-            channels, can_norm = step.outputs, not step.is_gated
-        elif isinstance(step, Experts):
-            _check_experts(name, step, channels)
-            require(index > 0 or x.ndim == 2, f"{name}: experts take no partial sums, got x {list(x.shape)}")
-            is_followed = index + 1 == len(steps) or isinstance(steps[index + 1], Norm)
-            require(is_followed, f"{name}: a norm must follow experts, got {_names(steps)}")
-            channels, can_norm = step.outputs, True
-        elif isinstance(step, GatedNorm):
-            require(index == 0, f"{name}: a gated norm must be the first step")
-            _check_gated_norm(name, step, x)
-            is_followed = len(steps) == 1 or isinstance(steps[1], Product)
-            require(is_followed, f"{name}: a product must follow a gated norm, got {_names(steps)}")
-        else:
-            wanted = "a GatedNorm, a Product, a Norm, Experts or, at the end, a Convolution"
-            raise ValueError(f"{name}: must be {wanted}, got {type(step).__name__}")
-    last = steps[-1] if steps else None
-    is_cut = isinstance(last, Product) and not last.is_gated
-    if convolution is not None:
-        name = f"{op}: step {len(steps)}"
-        require(is_cut, f"{name}: a convolution must follow a product that is not gated, got {_names(steps)}")
-    if parts is not None:
-        require(is_cut, f"{op}: parts need a last product that is not gated")
-        parts = sizes_of(op, parts, channels)
-    if convolution is not None and isinstance(last, Product):
-        _check_convolution(f"{op}: step {len(steps)}", x, last, convolution, parts)
+    for place in places(steps, x.shape[-1], parts):
+        name, step = f"{op}: step {place.index}", place.step
+        kinds = sorted(kind.__name__ for kind in Step.__subclasses__())
+        require(isinstance(step, Step), f"{name}: must be one of {kinds}, got {type(step).__name__}")
+        step.check_fields(name)
+        are_taken = place.index > 0 or x.ndim == 2 or step.takes == "sums"
+        require(are_taken, f"{name}: only a norm takes partial sums, got x {list(x.shape)}")
+        if parts is not None and place.after is None:
+            require("parts" in step.gives, f"{op}: parts need a last product that is not gated")
+            parts = sizes_of(op, parts, step.outputs_of(place.channels))
+        step.check(name, place, x, residual)
     return parts
 
 
-# The shapes and dtypes that the fields of each kind of step must have. They are checked like the arguments of an op.
-_FIELDS: dict[type, dict[str, Any]] = {
-    GatedNorm: dict(gate=Float[Array, "tokens channels"], weight=Float[Array, " head"]),
-    Product: dict(weight=Float[Array, "outputs inputs"]),
-    Norm: dict(weight=Float[Array, " channels"], out_dtype=str | None),
-    Experts: dict(
-        router=Float[Array, "outputs inputs"],
-        up=Float[Array, "experts up_size inputs"],
-        down=Float[Array, "experts channels size"],
-        valid=Bool[Array, " tokens"] | None,
-    ),
-    Convolution: dict(
-        pool=Float[Array, "layers blocks window channels"],
-        weight=Float[Array, "width channels"],
-        query_start_loc=Int32[Array, " rows_plus_1"],
-        read_block=Int32[Array, " rows"],
-        window_row=Int32[Array, " rows"],
-        write_block=Int32[Array, " rows"],
-    ),
-}
-
-
-def _check_fields(name: str, step: Any) -> None:
-    """Check the dtypes and the numbers of axes of a step's arrays."""
-    for field, annotation in _FIELDS.get(type(step), {}).items():
-        check_argument(name, field, getattr(step, field), annotation)
-
-
-def _names(steps: Sequence[Step]) -> list[str]:
-    return [type(step).__name__ for step in steps]
-
-
-def _check_gated_norm(name: str, step: GatedNorm, x: jax.Array) -> None:
-    require(x.ndim == 2, f"{name}: a gated norm takes no partial sums, got x {list(x.shape)}")
-    require(step.gate.shape == x.shape, f"{name}: gate must be {list(x.shape)}, got {list(step.gate.shape)}")
-    weight, channels = step.weight.shape, x.shape[-1]
-    is_right = weight[0] > 0 and channels % weight[0] == 0
-    require(is_right, f"{name}: weight must be [a divisor of {channels}], got {list(weight)}")
-    activations = get_args(GateActivation)
-    is_known = step.activation in activations
-    require(is_known, f"{name}: activation must be one of {list(activations)}, got {step.activation!r}")
-
-
-def _check_convolution(
-    name: str, x: jax.Array, before: Product, step: Convolution, parts: tuple[int, ...] | None
-) -> None:
-    _check_fields(name, step)
-    convolved = None if parts is None else parts[0]
-    require(convolved == step.channels, f"{name}: parts must begin with {step.channels} channels, got {parts}")
-    inputs = jax.ShapeDtypeStruct((x.shape[-2], step.channels), before.weight.dtype)
-    check_convolution(name, inputs, step.pool, step.weight, step.activation, step.layout)
-    layer = check_argument(name, "layer", step.layer, int | Int32[Array, ""])
-    check_layer(name, layer, step.pool.shape[0])
-    rows = len(step.query_start_loc) - 1
-    for field in ("read_block", "window_row", "write_block"):
-        shape = getattr(step, field).shape
-        require(shape == (rows,), f"{name}: {field} must be [{rows}], got {list(shape)}")
-
-
-def _check_experts(name: str, step: Experts, channels: int) -> None:
-    router, up, down = step.router.shape, step.up.shape, step.down.shape
-    require(router[1] == channels, f"{name}: router must be [outputs, {channels}], got {list(router)}")
-    wanted = (step.routed + step.shared, 2 * down[2], channels)
-    require(up == wanted, f"{name}: up must be {list(wanted)}, got {list(up)}")
-    require(down[0] == wanted[0], f"{name}: down must be of {wanted[0]} experts, got {list(down)}")
-    least = 1 if step.shared_gate else 0
-    require(step.shared >= least, f"{name}: shared must be at least {least}, got {step.shared}")
-    require(1 <= step.top_k <= step.routed, f"{name}: top_k must be from 1 to {step.routed}, got {step.top_k}")
-
-
 @functools.partial(jax.jit, static_argnames=("parts", "run", "reason"))
-def _run(x, steps, residual, mailboxes, epoch, convolution, parts, run, reason):
-    separate = functools.partial(_separate.product_chain, parts=parts, run=run)
+def _run(x, steps, residual, mailboxes, epoch, parts, run, reason):
+    capacity = None if mailboxes is None else mailboxes.capacity
+    kind = OneToken if schedule.launch_of(x.shape[-2], capacity) is OneToken.launch else FewTokens
+    separate = functools.partial(_separate, parts=parts, run=run)
     return dispatch(
         "product_chain" if mailboxes is None else "all_reduce_product_chain",
         run.implementation,
-        (x, steps, residual, mailboxes, epoch, convolution),
+        (x, steps, residual, mailboxes, epoch),
         xla=separate,
         triton=separate,
-        mosaic_gpu=reason or _one_launch(x, mailboxes, parts),
+        mosaic_gpu=reason or functools.partial(launch, kind, parts=parts),
     )
 
 
-def _one_launch(x, mailboxes, parts):
-    """Return the kernel for a single token, or for several tokens. Mosaic GPU has been found importable before."""
-    from pallas_kernels.product_chain import _few_tokens, sm90
-
-    capacity = None if mailboxes is None else mailboxes.capacity
-    kernels = sm90 if _schedule.is_of_one_token(x, capacity) else _few_tokens
-    return functools.partial(kernels.product_chain, parts=parts)
+def _separate(x, steps, residual, mailboxes, epoch, *, parts, run):
+    """Run each step by an op of its own. Return the results, the residual stream, and the next epoch."""
+    value, chain = x, Separate(residual, mailboxes, epoch, run)
+    for place in places(steps, x.shape[-1], parts):
+        value = place.step.run_alone(value, place, chain)
+    return value, chain.residual, chain.epoch

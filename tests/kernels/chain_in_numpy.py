@@ -1,6 +1,6 @@
 """product_chain's one launch, run in NumPy by its schedule: the blocks of each CTA, and the indices of its results.
 
-It takes from the kernel `_schedule` and the order in which weights are multiplied. All values are float64 and are not
+It takes from the kernel `schedule` and the order in which weights are multiplied. All values are float64 and are not
 rounded between steps.
 """
 
@@ -10,8 +10,9 @@ from oracles.layers import silu
 from oracles.ops import gated_rms_norm
 
 from pallas_kernels.product_chain import GatedNorm
-from pallas_kernels.product_chain._schedule import WIDTH, schedule
-from pallas_kernels.product_chain._steps import norms_of, weights_of
+from pallas_kernels.product_chain.schedule import ONE_TOKEN, WIDTH, schedule
+from pallas_kernels.product_chain.step import weights_of
+from pallas_kernels.product_chain.steps.experts import DownPhase, UpPhase
 
 
 def float64(x):
@@ -20,21 +21,22 @@ def float64(x):
 
 def run(x, steps, residual, parts, ctas):
     """Returns the last step's results, [results] or [splits, results], and the residual stream."""
-    plan = schedule(steps, parts, 2)
-    norms, weights = norms_of(steps), [float64(weight) for weight in weights_of(steps)]
+    plan = schedule(steps, parts, 2, ONE_TOKEN)
+    weights = [float64(weight) for weight in weights_of(steps)]
     value = float64(x).reshape(-1, x.shape[-1])
     total = None if residual is None else float64(residual)[0]
     if isinstance(steps[0], GatedNorm):
         value = gated(value, steps[0], plan.phases[0].splits)
     for phase, own in zip(plan.phases, weights, strict=True):
-        if phase.norm is not None:
-            value, total = normed(value, total, norms[phase.norm])
-        if phase.kind in ("product", "router"):
+        is_up, is_down = isinstance(phase, UpPhase), isinstance(phase, DownPhase)
+        if phase.is_normed:
+            value, total = normed(value, total, steps[phase.source])
+        if is_up:
+            chosen, factors = choice(value[0], phase.experts)
+        elif not is_down:
             inputs = value.reshape(-1)  # also of the experts' first product
-        if phase.kind == "up":
-            chosen, factors = choice(value[0], phase.mixture)
-        if phase.kind == "down":
-            valid = phase.mixture.valid is None or bool(phase.mixture.valid[0])
+        if is_down:
+            valid = phase.experts.valid is None or bool(phase.experts.valid[0])
             inputs = value.reshape(-1, phase.inputs) * factors[:, None] * valid
         value = np.full((phase.splits, phase.outputs), np.nan)
         for cta in range(ctas):
@@ -45,15 +47,15 @@ def run(x, steps, residual, parts, ctas):
                     expert, row, k_tile = phase.weights_of_block(split, jnp.int32(block), term)
                     matrix = own if expert is None else own[chosen[int(expert)]]
                     columns = slice(int(k_tile) * WIDTH, (int(k_tile) + phase.k_tiles) * WIDTH)
-                    vector = inputs[int(expert)] if phase.kind == "down" else inputs[columns]
+                    vector = inputs[int(expert)] if is_down else inputs[columns]
                     rows = matrix[int(row) : int(row) + phase.rows, columns] @ vector
                     terms.append(np.pad(rows, (0, phase.rows - len(rows))))
                 place = slice(block * phase.rows, (block + 1) * phase.rows)
                 assert np.isnan(value[split, place]).all(), "a result is computed twice"
-                is_gated = phase.terms == 2 and phase.kind != "down"
+                is_gated = phase.terms == 2 and not is_down
                 value[split, place] = silu(terms[0]) * terms[1] if is_gated else sum(terms)
     if plan.ends_with_norm:
-        value, total = normed(value, total, norms[-1])
+        value, total = normed(value, total, steps[-1])
     return value, total
 
 

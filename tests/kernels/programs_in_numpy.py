@@ -19,16 +19,11 @@ from kernels.threads_in_numpy import THREADS, Ref, Threads, fake, install
 
 from pallas_kernels.all_reduce.mailboxes import SIDES, WORD_BYTES
 from pallas_kernels.hopper import messages
-from pallas_kernels.product_chain import (
-    Convolution,
-    _convolution,
-    _few_tokens,
-    _fragments,
-    _over_devices,
-    _residual_stream,
-)
-from pallas_kernels.product_chain._schedule import TOKENS_ROWS, WIDTH, schedule_of_tokens
-from pallas_kernels.product_chain._steps import gated_norm_of, norms_of, weights_of
+from pallas_kernels.product_chain import few_tokens, fragments, launch, over_devices
+from pallas_kernels.product_chain.few_tokens import FewTokens
+from pallas_kernels.product_chain.schedule import FEW_TOKENS, schedule, slot_elements
+from pallas_kernels.product_chain.step import norms_of
+from pallas_kernels.product_chain.steps import convolution, gated_norm, norm, product
 
 PATIENCE = 300  # seconds after which programs that wait for each other have failed
 
@@ -36,7 +31,8 @@ CAPACITY = 2**15  # numbers that a side of a mailbox holds
 DEVICE = 2**40  # bytes between the first addresses of two devices' memory
 
 
-_MODULES = _convolution, _few_tokens, _fragments, _residual_stream, _over_devices  # that run in NumPy
+# Those that run in NumPy.
+_MODULES = convolution, few_tokens, fragments, gated_norm, launch, norm, over_devices, product
 
 
 class Programs(Threads):
@@ -182,7 +178,7 @@ def run_on_devices(monkeypatch, arguments, parts, number_of_programs, epoch):
         for given, where in zip(arguments, addresses, strict=True)
     ]
     _run(programs, devices, number_of_programs)
-    return [device.results() for device in devices], [int(device.out.epoch.array[0]) for device in devices]
+    return [device.results() for device in devices], [int(device.refs["epoch"].array[0]) for device in devices]
 
 
 def _in_numpy(monkeypatch, devices):
@@ -203,70 +199,54 @@ class _Device:
     """A launch on one device: its arguments, and its memory."""
 
     def __init__(self, x, steps, residual, parts, over_devices=None):
-        self.tokens, self.parts, self.has_stream = x.shape[0], parts, residual is not None
-        *before, last = steps
-        convolution = last if isinstance(last, Convolution) else None
-        steps = steps if convolution is None else before
-        weights = [np.asarray(weight) for weight in weights_of(steps)]
-        self.dtype = weights[0].dtype
-        self.norms, self.gated = norms_of(steps), gated_norm_of(steps)
-        plan = schedule_of_tokens(steps, parts, 2)
-        groups = sum(phase.blocks * phase.terms * phase.k_tiles // phase.group for phase in plan.phases)
-        self.plan = plan._replace(slots=groups + 1, depth=2)
-        flat = lambda array: Ref(np.asarray(array).reshape(-1).copy())
-        self.last = plan.phases[-1]
-        sizes = [self.tokens * part for part in parts or ()]
-        sizes = sizes or [self.last.splits * self.tokens * self.last.outputs]
-        self.out = SimpleNamespace(
-            results=[Ref(np.full(size, np.nan, self.dtype if parts else np.float32)) for size in sizes],
-            stream=Ref(np.full(residual.size, np.nan, residual.dtype)) if self.norms else None,
-            epoch=Ref(np.zeros(1, np.int32)),
-        )
+        dtype = x.dtype
+        plan = schedule(steps, parts, 2, FEW_TOKENS)
+        groups = sum(phase.blocks * phase.copies for phase in plan.phases)
+        plan = plan._replace(slots=groups + 1, depth=2)
+        capacity = None if over_devices is None else CAPACITY
+        self.call = launch.Call(plan, parts, dtype, None, x.shape[0], capacity)
+        ref = lambda array: array if array is None else Ref(np.array(array[...]))
+        self.steps = [step.prepared() for step in steps]
+        operands = [step.operands() for step in self.steps]
+        operands = [{role: [*map(ref, arrays)] for role, arrays in each.items()} for each in operands]
+        self.steps = [step.with_references(each) for step, each in zip(self.steps, operands, strict=True)]
+        last = plan.phases[-1]
+        sizes = [x.shape[0] * part for part in parts or ()] or [last.splits * x.shape[0] * last.outputs]
         self.refs = dict(
-            x=flat(x),
-            weights=[Ref(weight.reshape(len(weight), -1, WIDTH)) for weight in weights],
-            norms=[flat(norm.weight) for norm in self.norms],
-            residual=[] if residual is None else [flat(residual)],
-            gated=self.gated and [flat(self.gated.gate), flat(np.asarray(self.gated.weight, np.float32))],
-            sent=Ref(np.zeros(_few_tokens.offsets(plan, self.tokens)[-1].end, np.float32)),
-            counters=Ref(np.zeros(2 * len(plan.phases), np.int32)),
+            x=ref(x.reshape(-1)),
+            residual=None if residual is None else ref(residual.reshape(-1)),
+            sent=Ref(np.zeros(FewTokens.words(self.call), np.float32)),
+            counters=Ref(np.zeros(FewTokens.counters * len(plan.phases), np.int32)),
             over_devices=over_devices,
-            convolution=convolution and _of_convolution(convolution),
-            out=self.out,
+            results=[Ref(np.full(size, np.nan, dtype if parts else np.float32)) for size in sizes],
+            stream=Ref(np.full(residual.size, np.nan, residual.dtype)) if norms_of(steps) else None,
+            epoch=Ref(np.zeros(1, np.int32)),
         )
 
     def run(self, programs, number, number_of_programs):
         """Runs one program."""
         dirty = lambda *shape: Ref(np.full(shape, np.nan, np.float32))
-        own = dict(partials=Shared(32768), staging=dirty(4096), factors=dirty(max(len(self.norms), 1), 16))
-        largest = TOKENS_ROWS * WIDTH * max(phase.group for phase in self.plan.phases)
-        blocks = Ref(np.full((self.plan.slots, largest), np.nan, self.dtype))
-        refs = SimpleNamespace(**self.refs, **own, blocks=blocks)
-        refs.full = refs.free = Ref(np.zeros(self.plan.slots))
-        refs.done = None
+        own = dict(partials=Shared(32768), staging=dirty(4096), factors=dirty(max(len(norms_of(self.steps)), 1), 16))
+        slots = self.call.plan.slots
+        blocks = Ref(np.full((slots, slot_elements(self.call.plan.phases)), np.nan, self.call.dtype))
+        full = Ref(np.zeros(slots))
+        refs = SimpleNamespace(**self.refs, **own, blocks=blocks, full=full, free=full, done=None)
         programs.local.cta, programs.local.partials = number, own["partials"]
-        capacity = None if refs.over_devices is None else CAPACITY
         with programs.changed, jax.disable_jit():
-            for warpgroup in (_fragments.WARPGROUPS, 0):
+            for warpgroup in (fragments.WARPGROUPS, 0):
                 programs.local.warpgroup = warpgroup
-                given = self.plan, self.gated, self.norms, self.parts, self.dtype, number_of_programs, self.tokens
-                _few_tokens._run(refs, *given, capacity)
+                FewTokens(refs, self.steps, self.call._replace(ctas=number_of_programs)).run()
 
     def results(self):
         """What the last step has computed, and the residual stream."""
-        found = [ref.array.reshape(self.tokens, -1) for ref in self.out.results]
-        if self.refs["convolution"] is not None:
-            found.append(self.refs["convolution"].pool.array)
-        if not self.parts:
-            found = self.out.results[0].array.reshape(self.last.splits, self.tokens, self.last.outputs)
-        return found, self.out.stream.array.reshape(self.tokens, -1) if self.has_stream else None
-
-
-def _of_convolution(step):
-    """The memory of a convolution."""
-    rows = step.query_start_loc, step.read_block, step.window_row, step.write_block
-    arrays = step.pool, [step.layer], step.weight, *rows
-    return _convolution.Convolved(*(Ref(np.array(array)) for array in arrays), step.activation)
+        tokens, last, results = self.call.tokens, self.call.plan.phases[-1], self.refs["results"]
+        stream = self.refs["stream"]
+        found = [ref.array.reshape(tokens, -1) for ref in results]
+        if isinstance(self.steps[-1], convolution.Convolution):
+            found.append(self.steps[-1].pool.array)
+        if not self.call.parts:
+            found = results[0].array.reshape(last.splits, tokens, last.outputs)
+        return found, stream and stream.array.reshape(tokens, -1)
 
 
 def _run(programs, devices, number_of_programs):

@@ -5,7 +5,8 @@ import pytest
 from kernels.chain_in_numpy import choice
 from kernels.threads_in_numpy import Ref, Threads, fake, install
 
-from pallas_kernels.product_chain import Experts, _choice
+from pallas_kernels.product_chain import Experts
+from pallas_kernels.product_chain.steps import experts as of_experts
 
 LANES = 32
 
@@ -14,7 +15,7 @@ LANES = 32
 def in_numpy(monkeypatch):
     """Lets the choice run in NumPy."""
     threads = Threads()
-    install(monkeypatch, threads, fake(threads), [_choice])
+    install(monkeypatch, threads, fake(threads), [of_experts])
 
 
 def mixture(routed, top_k, shared=0, *, shared_gate=False, renormalise=True):
@@ -28,7 +29,7 @@ def chosen_of(logits, experts):
     """Returns the experts and their weights as the kernel writes them, in memory that held something else."""
     padded = np.concatenate([logits, np.full(-len(logits) % 128, -0.0, np.float32)])
     chosen, factors = np.full(LANES, -7, np.int32), np.full(LANES, np.nan, np.float32)
-    _choice.choose(Ref(padded), Ref(chosen), Ref(factors), experts)
+    of_experts.choose(Ref(padded), Ref(chosen), Ref(factors), experts)
     assert (chosen[experts.chosen :] == -7).all()
     assert np.isnan(factors[experts.chosen :]).all()
     return chosen[: experts.chosen], factors[: experts.chosen]

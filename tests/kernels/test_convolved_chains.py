@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ from oracles.ops import causal_conv1d
 
 from benchmarks.workloads.product_chain import CASES, Case, Taps
 from pallas_kernels import Run, UnsupportedError, causal_conv1d_update, product_chain
-from pallas_kernels.product_chain import Norm, _convolution
+from pallas_kernels.product_chain import Convolution, Norm
+from pallas_kernels.product_chain.steps import convolution
 
 LAYER, PROGRAMS = 1, 132
 MOSAIC = Run(implementation="mosaic_gpu")
@@ -216,8 +218,8 @@ def test_a_convolution_that_no_launch_can_run_is_an_op_of_its_own(rng):
     ("change", "message"),
     [
         (lambda p, n, c: (p, n, c), r"a convolution must follow a product that is not gated, got \['Product', 'Norm'"),
-        (lambda p, n, c: (c,), r"step 0: a convolution must follow a product that is not gated, got \[\]"),
-        (lambda p, n, c: (p, c, n), "step 1: must be a GatedNorm, a Product, a Norm, Experts or, at the end, a Convolution"),
+        (lambda p, n, c: (c,), r"step 0: a convolution must follow a product that is not gated, got \['Convolution'\]"),
+        (lambda p, n, c: (p, c, n), "step 1: a convolution must be the last step, got"),
         (lambda p, n, c: (p, changed(c, weight=c.weight[:, 1:])), r"parts must begin with 127 channels, got \(128, 128\)"),
         (lambda p, n, c: (p, changed(c, pool=c.pool[:, :, :2])), "pool must hold at least 3 window rows, got 2"),
         (lambda p, n, c: (p, changed(c, pool=c.pool.astype("float16"))), "must have the pool's dtype float16, got bfloat16"),
@@ -248,20 +250,18 @@ def test_parts_are_needed(rng):
 def test_each_warp_of_a_program_of_one_token_convolves_a_result(rng, monkeypatch, width, activation, is_kept):
     """The code of single threads runs in NumPy, as it does for a block of four results."""
     programs, channels, first = threads_in_numpy.Threads(), 16, 8
-    install(monkeypatch, programs, fake(programs), [_convolution])
+    install(monkeypatch, programs, fake(programs), [convolution])
     drawn = lambda *shape: np.array(jnp.asarray(rng.normal(size=shape), jnp.bfloat16))
     pool, weight = drawn(2, 3, width, channels), drawn(width, channels)
     values, before = rng.normal(size=4).astype(np.float32), pool.copy()
     # The second row has the token. It reads from row 1 of block 2.
     arrays = pool, [1], weight, [0, 0, 1], [0, 2], [0, 1], [0, int(is_kept)]
-    read, write = (
-        int(n) for n in _convolution.rows_of_one(_convolution.Convolved(*map(jnp.array, arrays), activation))
-    )
-    step = _convolution.Convolved(*(Ref(np.asarray(array)) for array in arrays), activation)
+    rows = tuple(int(n) for n in Convolution(*map(jnp.array, arrays), activation).rows_of_one_token())
+    step, cta = Convolution(*(Ref(np.asarray(array)) for array in arrays), activation), SimpleNamespace(sink_rows=rows)
     out = Ref(np.full(channels, np.nan, pool.dtype))
     by_warp = threads_in_numpy.Held([np.repeat(np.tile(values, 2), 32)[:, None]])
-    held = _convolution.load_by_warp(step, read, first)
-    _convolution.store_by_warp(step, out, by_warp, held, write, first)
+    held = step.load_one_token(cta, first)
+    step.store_one_token(cta, out, by_warp, held, first)
     inputs = np.concatenate([before[1, 2, 1:, 8:12], values[None].astype(pool.dtype)]).astype(np.float64)
     wanted = (inputs * weight[:, 8:12].astype(np.float64)).sum(axis=0)
     wanted = wanted / (1 + np.exp(-wanted)) if activation else wanted

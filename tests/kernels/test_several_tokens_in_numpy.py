@@ -9,8 +9,8 @@ from kernels import programs_in_numpy
 from kernels.chains import OF_TOKENS, draw, drawn_clearly, oracle, whole
 from kernels.common import assert_close
 
-from pallas_kernels.product_chain import _few_tokens
-from pallas_kernels.product_chain._schedule import OWNERS, schedule_of_tokens
+from pallas_kernels.product_chain.few_tokens import offsets
+from pallas_kernels.product_chain.schedule import FEW_TOKENS, OWNERS, schedule
 
 PROGRAMS = 132
 # Both halves of a thread's tokens, in full and in part, and one half alone.
@@ -58,11 +58,11 @@ def test_a_large_residual_stream_fits_in_float16(rng, monkeypatch):
 @pytest.mark.parametrize("case", OF_TOKENS, ids=lambda case: case.name)
 def test_results_of_different_phases_are_sent_to_different_words(case, tokens):
     _, steps, _ = case.arguments(lambda shape, dtype, _: jnp.zeros(shape, dtype), tokens)
-    plan = schedule_of_tokens(steps, case.parts, 2)
+    plan = schedule(steps, case.parts, 2, FEW_TOKENS)
     end = 0
-    for phase, after, own in zip(plan.phases, plan.phases[1:], _few_tokens.offsets(plan, tokens), strict=False):
+    for phase, own in zip(plan.phases[:-1], offsets(plan, tokens), strict=True):
         words = tokens * phase.outputs // 2
-        sizes = (words,) if after.norm is None else (2 * words * phase.splits, words, tokens * OWNERS)
+        sizes = (words,) if phase.sends == "results" else (2 * words * phase.splits, words, tokens * OWNERS)
         starts = (own.results, own.stream, own.squares)
         for start, size in zip(starts, sizes, strict=False):
             assert start == end

@@ -19,7 +19,7 @@ from fakes.chained_models import (
 from benchmarks.random_model import random_model
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.layers import chain
-from pallas_kernels.product_chain import _schedule
+from pallas_kernels.product_chain import schedule
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def chains(monkeypatch):
 
     def record(x, steps, residual, *, parts=None, **options):
         products = without_convolution(steps)
-        few = "few steps" if _schedule.is_short(products) else None
-        found.append(_schedule.unsupported(x, products, residual, parts, H200_SMS) or few)
+        few = "few steps" if schedule.is_short(products) else None
+        found.append(schedule.unsupported(x, products, residual, parts, H200_SMS) or few)
         return original(x, steps, residual, parts=parts, **options)
 
     monkeypatch.setattr(chain, "product_chain", record)

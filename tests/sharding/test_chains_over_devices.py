@@ -14,7 +14,7 @@ from mamba_align_jax.engine.device import runner
 from mamba_align_jax.layers import exchange
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Mailboxes
-from pallas_kernels.product_chain import _schedule
+from pallas_kernels.product_chain import schedule
 
 # Each of two devices has a multiple of 256 inputs of every product, and eight of the gates of the delta net.
 MODEL = replace(CONFIG, num_attention_heads=8, linear_num_value_heads=16, linear_value_head_dim=32)
@@ -27,7 +27,7 @@ def chains(monkeypatch):
 
     def record(x, steps, residual, mailboxes, epoch, *, parts=None, **options):
         products = without_convolution(steps)
-        found.append(_schedule.unsupported(x, products, residual, parts, H200_SMS, mailboxes.capacity))
+        found.append(schedule.unsupported(x, products, residual, parts, H200_SMS, mailboxes.capacity))
         return original(x, steps, residual, mailboxes, epoch, parts=parts, **options)
 
     monkeypatch.setattr(exchange, "all_reduce_product_chain", record)

@@ -7,9 +7,8 @@ value and its epoch are stored as one word of 64 bits, which memory never tears:
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pallas_kernels import hopper as hp
+from pallas_kernels._lazy_hopper import hp, messages
 from pallas_kernels.all_reduce.mailboxes import SIDES, WORD_BYTES
-from pallas_kernels.hopper import messages
 
 
 class Devices(NamedTuple):

@@ -1,0 +1,1 @@
+"""The kinds of steps of a chain, a file for each: see `Step`."""
