@@ -120,9 +120,22 @@ def imports_of(module):
 
 
 @functools.cache
+def tree_of(file):
+    return ast.parse(file.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees():
+    """Forgets the trees after this module: the garbage collector would visit them as long as the process runs."""
+    yield
+    tree_of.cache_clear()
+    classes.cache_clear()
+
+
+@functools.cache
 def imports_in(file):
     found = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             found += [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -345,7 +358,7 @@ def private_uses(node, members=None):
 
 def test_a_class_uses_no_private_attribute_of_another():
     modules = [name for name in MODULES if name.startswith(CODE[:2])]
-    assert violations(modules, lambda module: set(private_uses(ast.parse(MODULES[module].read_text())))) == OF_OTHERS
+    assert violations(modules, lambda module: set(private_uses(tree_of(MODULES[module])))) == OF_OTHERS
 
 
 @pytest.mark.parametrize(
@@ -373,7 +386,7 @@ def classes():
         (module, node.name): node
         for module in MODULES
         if module.startswith(CODE[:2])
-        for node in ast.parse(MODULES[module].read_text()).body
+        for node in tree_of(MODULES[module]).body
         if isinstance(node, ast.ClassDef)
     }
 
@@ -410,7 +423,7 @@ def modules_by_class(modules):
     """The modules that define a class of each name, as often as they do. An underscore before it makes no other name."""
     found = {}
     for module in modules:
-        for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        for node in ast.walk(tree_of(MODULES[module])):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(module)
     return found
@@ -429,7 +442,9 @@ TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py"))]
 
 def private_modules_of_the_kernels(path):
     """The private modules of the kernels that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    if "pallas_kernels" not in (text := path.read_text()):
+        return
+    for node in ast.walk(ast.parse(text)):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -481,7 +496,7 @@ def test_a_planted_import_of_a_test_module_is_seen(line):
 
 
 def long_functions(module):
-    functions = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.walk(tree_of(MODULES[module])) if isinstance(node, ast.FunctionDef)]
     return {function.name: lines_of(function) for function in functions if lines_of(function) > 75}
 
 
@@ -510,25 +525,25 @@ PTX = re.compile(
 )
 
 
-def strings_and_names(tree):
+def strings_and_names(nodes):
     """The texts in a module that are no docstrings, and the names of attributes."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield node.value
         elif isinstance(node, ast.Attribute):
             yield node.attr
 
 
-def mlir_and_ptx_in(text):
-    """The modules of MLIR, Mosaic GPU and Triton that a module's text imports, and its instructions of PTX."""
-    tree = ast.parse(text)
-    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    for node in ast.walk(tree):
+def mlir_and_ptx_in(tree):
+    """The modules of MLIR, Mosaic GPU and Triton that a module imports, and its instructions of PTX."""
+    nodes = list(ast.walk(tree))
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             imported += [f"{node.module}.{alias.name}" for alias in node.names]
     outside = [name for name in imported if not name.startswith(CODE) and MLIR.search(name)]
-    return outside + [text for text in strings_and_names(tree) if PTX.search(text) or text == "_registers"]
+    return outside + [text for text in strings_and_names(nodes) if PTX.search(text) or text == "_registers"]
 
 
 def test_only_the_gateways_name_mlir_or_write_ptx():
@@ -537,7 +552,7 @@ def test_only_the_gateways_name_mlir_or_write_ptx():
         for name in MODULES
         if name.startswith(CODE[:2]) and not str(MODULES[name].relative_to(ROOT)).startswith(GATEWAYS)
     ]
-    assert violations(others, lambda module: mlir_and_ptx_in(MODULES[module].read_text())) == {}
+    assert violations(others, lambda module: mlir_and_ptx_in(tree_of(MODULES[module]))) == {}
 
 
 @pytest.mark.parametrize(
@@ -551,4 +566,4 @@ def test_only_the_gateways_name_mlir_or_write_ptx():
     ],
 )
 def test_mlir_and_ptx_are_seen(text):
-    assert mlir_and_ptx_in(text)
+    assert mlir_and_ptx_in(ast.parse(text))
