@@ -416,7 +416,7 @@ def main(arguments: list[str] | None = None) -> int:
         with outlines as folder:
             if "model" in options:
                 asked = options.directory or options.model, options.revision
-                options.model, options.model_name = find_model(*asked, outlines=folder and Path(folder))
+                options.model, options.model_name = find_model(*asked, outlines=Path(folder) if folder else None)
             if getattr(options, "dtype", None) == "auto":
                 options.dtype = None
             if "gpu_memory_utilization" in options:
