@@ -43,6 +43,8 @@ from pallas_kernels.mixture_of_experts import routed_experts_sums as routed_expe
 from pallas_kernels.paged_attention import paged_attention as paged_attention
 from pallas_kernels.product_chain import all_reduce_product_chain as all_reduce_product_chain
 from pallas_kernels.product_chain import product_chain as product_chain
+from pallas_kernels.quantized import QuantizedWeight as QuantizedWeight
+from pallas_kernels.quantized import quantize as quantize
 from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
 from pallas_kernels.rotary import HeadNorms as HeadNorms
 from pallas_kernels.rotary import PageIndices as PageIndices

@@ -42,7 +42,8 @@ class _Contract(NamedTuple):
     @property
     def wanted(self) -> str:
         """The contract in words."""
-        arrays = [f"{a.dtype.__name__}[{a.dim_str}]" for a in self.arrays]
+        # A weight may be an array or a quantised one, of the same axes.
+        arrays = dict.fromkeys(f"{a.dtype.__name__}[{a.dim_str}]" for a in self.arrays)
         return " or ".join([*arrays, *(o.__name__.replace("NoneType", "None") for o in self.others)])
 
     def to_array(self, value: np.ndarray) -> Any:
@@ -87,6 +88,7 @@ def _plain(value: Any, to_array: Callable[[Any], Any]) -> Any:
 def _describe(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         library = "jax" if isinstance(value, jax.Array) else type(value).__module__.split(".")[0]
+        library = type(value).__name__ if library == "pallas_kernels" else library
         return f"{library} {value.dtype}{list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

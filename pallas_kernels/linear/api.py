@@ -11,12 +11,13 @@ from pallas_kernels._run_op import run_op
 from pallas_kernels.dispatch import Run
 from pallas_kernels.linear import pallas_triton, xla
 from pallas_kernels.linear.config import MAX_TOKENS, Config, Options, default_config
+from pallas_kernels.quantized import QuantizedWeight, not_an_array
 
 
 @checked
 def linear(
     x: Float[Array, "tokens inputs"],
-    weight: Float[Array, "outputs inputs"],
+    weight: Float[Array | QuantizedWeight, "outputs inputs"],
     bias: Float[Array, " outputs"] | None = None,
     *,
     is_gated: bool = False,
@@ -41,7 +42,8 @@ def linear(
     Args:
         x: Inputs.
         weight: Weights, in the layout of Hugging Face's files. They have x's dtype, or are float32 where x is narrower. The
-            kernel then converts x as it loads it, without a copy.
+            kernel then converts x as it loads it, without a copy. A quantised weight's results are those of the array that
+            it means.
         bias: Added to the product.
         is_gated: Whether the result is silu(gate) * up.
         parts: Sizes of the results, whose columns lie side by side in y, or in silu(gate) * up. None is one result.
@@ -69,7 +71,7 @@ def linear(
         _run_of(x, run),
         xla=xla.linear,
         triton=pallas_triton.linear,
-        unsupported=pallas_triton.unsupported(x),
+        unsupported=pallas_triton.unsupported(x) or not_an_array(weight),
         options=Options(is_gated, parts, dtype),
     )
 
@@ -77,7 +79,7 @@ def linear(
 @checked
 def linear_sums(
     x: Float[Array, "tokens inputs"],
-    weight: Float[Array, "outputs inputs"],
+    weight: Float[Array | QuantizedWeight, "outputs inputs"],
     *,
     run: Run = Run(),
 ) -> Float[Array, "splits tokens outputs"]:
@@ -105,7 +107,7 @@ def linear_sums(
         _run_of(x, run),
         xla=xla.linear_sums,
         triton=pallas_triton.linear_sums,
-        unsupported=pallas_triton.unsupported(x),
+        unsupported=pallas_triton.unsupported(x) or not_an_array(weight),
         splits=splits,
     )
 
@@ -116,7 +118,7 @@ def _run_of(x: jax.Array, run: Run) -> Run:
     return replace(run, implementation="xla") if is_large else run
 
 
-def _check_dtypes(name: str, x: jax.Array, weight: jax.Array) -> None:
+def _check_dtypes(name: str, x: jax.Array, weight: jax.Array | QuantizedWeight) -> None:
     wanted = f"x's dtype {x.dtype}" + ("" if x.dtype == jnp.float32 else " or float32")
     require(0 not in weight.shape, f"{name}: weight must have no axis of length 0, got {list(weight.shape)}")
     is_right = weight.dtype in (x.dtype, jnp.float32)

@@ -6,18 +6,23 @@ from jax.lax import Precision
 
 from pallas_kernels import _math
 from pallas_kernels.linear.config import MAX_TOKENS, Options
+from pallas_kernels.quantized import QuantizedWeight, dequantized
 from pallas_kernels.rows import cut_columns
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, options: Options) -> tuple[jax.Array, ...]:
+def linear(
+    x: jax.Array, weight: jax.Array | QuantizedWeight, bias: jax.Array | None, *, options: Options
+) -> tuple[jax.Array, ...]:
     """See api.py."""
+    weight = dequantized(weight)
     x = x.astype(weight.dtype)
     total = _product(x, weight, _dtype(x) if options.out_dtype == x.dtype else jnp.float32)
     return finish(total.astype(jnp.float32), bias, options)
 
 
-def linear_sums(x: jax.Array, weight: jax.Array, *, splits: int) -> jax.Array:
+def linear_sums(x: jax.Array, weight: jax.Array | QuantizedWeight, *, splits: int) -> jax.Array:
     """See api.py."""
+    weight = dequantized(weight)
     x = x.astype(weight.dtype)
     total = _product(x, weight, _dtype(x))[None]
     return total if splits == 1 else jnp.pad(total, ((0, splits - 1), (0, 0), (0, 0)))

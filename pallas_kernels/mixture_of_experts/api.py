@@ -22,6 +22,7 @@ from pallas_kernels.mixture_of_experts import _router, pallas_triton, xla
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
 from pallas_kernels.mixture_of_experts.config import Config
 from pallas_kernels.mixture_of_experts.routing import Routing
+from pallas_kernels.quantized import QuantizedWeight, not_an_array
 
 
 @checked
@@ -64,8 +65,8 @@ def choose_experts(
 @checked
 def mixture_of_experts(
     x: Float[Array, "tokens hidden"],
-    up: Float[Array, "experts up_size hidden"],
-    down: Float[Array, "experts hidden size"],
+    up: Float[Array | QuantizedWeight, "experts up_size hidden"],
+    down: Float[Array | QuantizedWeight, "experts hidden size"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float32[Array, "tokens top_k"],
     *,
@@ -87,7 +88,8 @@ def mixture_of_experts(
 
     Args:
         x: Inputs.
-        up: First weights of all experts, [gate; up] along `up_size` for "swiglu".
+        up: First weights of all experts, [gate; up] along `up_size` for "swiglu". Quantised weights give the results of
+            the arrays that they mean.
         down: Second weights of all experts.
         chosen: The experts of each token, which may repeat. An index out of range, such as -1, stands for none.
         weights: The routing weight of each expert in `chosen`.
@@ -114,7 +116,7 @@ def mixture_of_experts(
         run,
         xla=xla.mixture_of_experts,
         triton=pallas_triton.mixture_of_experts,
-        unsupported=pallas_triton.unsupported(x),
+        unsupported=pallas_triton.unsupported(x) or not_an_array(up, down),
         activation=activation,
         out_dtype=dtype,
     )
@@ -123,8 +125,8 @@ def mixture_of_experts(
 @checked
 def mixture_of_experts_sums(
     x: Float[Array, "tokens hidden"],
-    up: Float[Array, "experts up_size hidden"],
-    down: Float[Array, "experts hidden size"],
+    up: Float[Array | QuantizedWeight, "experts up_size hidden"],
+    down: Float[Array | QuantizedWeight, "experts hidden size"],
     chosen: Int32[Array, "tokens top_k"],
     weights: Float32[Array, "tokens top_k"],
     *,
@@ -148,7 +150,7 @@ def mixture_of_experts_sums(
         run,
         xla=xla.mixture_of_experts_sums,
         triton=pallas_triton.mixture_of_experts_sums,
-        unsupported=pallas_triton.unsupported(x),
+        unsupported=pallas_triton.unsupported(x) or not_an_array(up, down),
         activation=activation,
     )
 
@@ -157,8 +159,8 @@ def mixture_of_experts_sums(
 def routed_experts_sums(
     x: Float[Array, "tokens hidden"],
     logits: Float[Array, "tokens outputs"] | Float[Array, "splits tokens outputs"],
-    up: Float[Array, "experts up_size hidden"],
-    down: Float[Array, "experts hidden size"],
+    up: Float[Array | QuantizedWeight, "experts up_size hidden"],
+    down: Float[Array | QuantizedWeight, "experts hidden size"],
     routing: Routing,
     *,
     bias: Float32[Array, " routed"] | None = None,
@@ -187,13 +189,15 @@ def routed_experts_sums(
         run,
         xla=xla.routed_experts_sums,
         triton=pallas_triton.routed_experts_sums,
-        unsupported=pallas_triton.unsupported(x),
+        unsupported=pallas_triton.unsupported(x) or not_an_array(up, down),
         routing=routing,
         activation=activation,
     )
 
 
-def _check(name: str, x: jax.Array, up: jax.Array, down: jax.Array, activation: str) -> None:
+def _check(
+    name: str, x: jax.Array, up: jax.Array | QuantizedWeight, down: jax.Array | QuantizedWeight, activation: str
+) -> None:
     require(
         activation in ACTIVATIONS,
         f"{name}: activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}",

@@ -1,6 +1,7 @@
 """mixture_of_experts in plain jax.numpy, a few tiles of pairs at a time."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
 from pallas_kernels.mixture_of_experts._tiles import tiles
 from pallas_kernels.mixture_of_experts.routing import Routing
+from pallas_kernels.quantized import dequantized
 
 # The most elements of weights that are gathered at once: 128 MiB of bfloat16.
 _ELEMENTS = 1 << 26
@@ -50,10 +52,10 @@ def _outputs(x, up, down, chosen, activation: str, dtype):
     def run(tile):
         expert, start, _ = tile
         token = cut.order.at[start + lane].get(mode="clip") // top_k
-        middle = activate(*jnp.split(product(x[token], up[expert]), projections, axis=1)).astype(x.dtype)
-        return product(middle, down[expert]).astype(dtype)
+        middle = activate(*jnp.split(product(x[token], dequantized(up[expert])), projections, axis=1)).astype(x.dtype)
+        return product(middle, dequantized(down[expert])).astype(dtype)
 
-    batch = max(1, _ELEMENTS // (up[0].size + down[0].size))
+    batch = max(1, _ELEMENTS // (math.prod(up.shape[1:]) + math.prod(down.shape[1:])))
     each = cut.expert, cut.start, cut.length
     out = jax.vmap(run)(each) if cut.start.size <= batch else jax.lax.map(run, each, batch_size=batch)
     pair = cut.order.at[cut.start[:, None] + lane[None]].get(mode="clip")

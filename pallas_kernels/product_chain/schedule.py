@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels import device
 from pallas_kernels._warpgroup import THREADS
 from pallas_kernels.product_chain.step import Step, norms_of, places, weights_of
+from pallas_kernels.quantized import not_an_array
 
 # In a step, a launch by Mosaic GPU begins about 4 us later than one by Triton, and a launch less saves about 3 us.
 FEWEST_STEPS = 4
@@ -232,6 +233,9 @@ def unsupported(
         ctas: The number of CTAs, one per SM.
         capacity: The number of values that a side of a mailbox holds; None on a single device.
     """
+    narrow = not_an_array(*weights_of(steps))
+    if narrow is not None:
+        return narrow
     launch = launch_of(x.shape[-2], capacity)
     if not 1 <= x.shape[-2] <= MOST_TOKENS:
         return f"there must be 1 to {MOST_TOKENS} tokens, got {x.shape[-2]}"

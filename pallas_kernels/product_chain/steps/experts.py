@@ -24,6 +24,7 @@ from pallas_kernels.product_chain.one_token import ROWS, weights_in_registers
 from pallas_kernels.product_chain.schedule import FEW_K_TILES, FEW_TOKENS, WIDTH, Launch, Phase, WeightBlock, Work
 from pallas_kernels.product_chain.step import Place, Separate, Step, Taken
 from pallas_kernels.product_chain.steps.product import ProductPhase, in_k_tiles
+from pallas_kernels.quantized import QuantizedWeight
 
 _MAX_ROWS = 16  # of a block of the second products
 _TAKEN = -(2**31)  # the key of an expert that has been chosen, or that does not exist
@@ -51,8 +52,8 @@ class Experts(Step):
     """
 
     router: Float[Array, "outputs inputs"]
-    up: Float[Array, "experts up_size inputs"]
-    down: Float[Array, "experts channels size"]
+    up: Float[Array | QuantizedWeight, "experts up_size inputs"]
+    down: Float[Array | QuantizedWeight, "experts channels size"]
     valid: Bool[Array, " tokens"] | None = None
     top_k: int = field(default=1, metadata=dict(static=True))
     shared: int = field(default=0, metadata=dict(static=True))

@@ -23,6 +23,7 @@ from pallas_kernels.product_chain.fragments import OUTPUTS, PAIRS, WARPGROUPS, W
 from pallas_kernels.product_chain.one_token import weights_in_registers
 from pallas_kernels.product_chain.schedule import FEW_K_TILES, MOST_TOKENS, WIDTH, Launch, Phase
 from pallas_kernels.product_chain.step import Place, Separate, Step, Taken
+from pallas_kernels.quantized import QuantizedWeight
 
 _SUMS = 4  # independent accumulators of the same outputs, to hide the latency of `mma`
 
@@ -37,7 +38,7 @@ class Product(Step):
         is_gated: Whether the first half of the outputs is a gate of the second half.
     """
 
-    weight: Float[Array, "outputs inputs"]
+    weight: Float[Array | QuantizedWeight, "outputs inputs"]
     is_gated: bool = field(default=False, metadata=dict(static=True))
 
     roles: ClassVar[dict[str, tuple[str, ...]]] = dict(weights=("weight",))
