@@ -45,6 +45,7 @@ from pallas_kernels.product_chain import all_reduce_product_chain as all_reduce_
 from pallas_kernels.product_chain import product_chain as product_chain
 from pallas_kernels.quantized import QuantizedWeight as QuantizedWeight
 from pallas_kernels.quantized import quantize as quantize
+from pallas_kernels.quantized import quantize_activations as quantize_activations
 from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
 from pallas_kernels.rotary import HeadNorms as HeadNorms
 from pallas_kernels.rotary import PageIndices as PageIndices

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,10 @@ import numpy as np
 
 from pallas_kernels._check import require
 
+# To what products round the inputs of quantised weights.
+ActivationDtype: TypeAlias = Literal["bfloat16", "fp8"]
 BLOCK = (128, 128)
+CHANNELS = 128  # of a token that share a scale
 _LARGEST = 448.0  # The largest number of e4m3.
 # XLA turns divisions by constants, and by numbers that many elements share, into products with their inverse. So only
 # these products have the same bits everywhere.
@@ -84,10 +87,14 @@ class QuantizedWeight:
     Attributes:
         parts: What lies side by side along the outputs. All parts have the same inputs and the same leading axes.
         dtype: The dtype to which products round the weight, and which their inputs have.
+        activation_dtype: "bfloat16" if products take their inputs as they are, whichever dtype they have; "fp8" if the
+            inputs of quantised parts are rounded as `quantize_activations` does. Products of float32 numbers follow then, to
+            which the weight is not rounded.
     """
 
     parts: tuple[Part, ...]
     dtype: Any = field(default=np.dtype(ml_dtypes.bfloat16), metadata=dict(static=True))
+    activation_dtype: ActivationDtype = field(default="bfloat16", metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,10 +134,17 @@ class QuantizedWeight:
         parts = [part.dequantize(wanted) for part in self.parts]
         return parts[0] if len(parts) == 1 else _numpy_of(*parts).concatenate(parts, axis=-2)
 
+    def take(self, order: np.ndarray, axis: int, devices: int = 1) -> "QuantizedWeight":
+        """Return inputs (`axis` -1), or outputs (-2) of a weight of one part, with their scales: see `Part.take`."""
+        require(
+            axis == -1 or len(self.parts) == 1, f"QuantizedWeight: outputs of {len(self.parts)} parts have no order"
+        )
+        return replace(self, parts=tuple(part.take(order, axis, devices) for part in self.parts))
+
     def astype(self, dtype: Any) -> "QuantizedWeight":
         """Return the weight for products in another dtype. Its quantised parts stay as they are."""
         parts = tuple(replace(p, values=p.values.astype(dtype)) if p.scales is None else p for p in self.parts)
-        return QuantizedWeight(parts, jnp.dtype(dtype))
+        return replace(self, parts=parts, dtype=jnp.dtype(dtype))
 
 
 def dequantized(weight: Any) -> Any:
@@ -142,6 +156,17 @@ def dequantized(weight: Any) -> Any:
     if not isinstance(weight, QuantizedWeight):
         return weight
     return jax.lax.optimization_barrier(weight.dequantize())
+
+
+def operands(x: Any, weight: QuantizedWeight) -> list[tuple[Any, Any]]:
+    """Return the float32 inputs [tokens, inputs] and weights [outputs, inputs] of each part's product.
+
+    The inputs of a quantised part are rounded to FP8. Those of other parts are not.
+    """
+    # Without the barrier XLA may leave out the conversion to FP8 and back.
+    rounded = jax.lax.optimization_barrier(quantize_activations(x)).dequantize(np.float32)
+    wide = x.astype(jnp.float32)
+    return [(wide if part.scales is None else rounded, part.dequantize(np.float32)) for part in weight.parts]
 
 
 def not_an_array(*weights: Any) -> str | None:
@@ -184,6 +209,23 @@ def quantize(weight: Any, block: tuple[int, int] = BLOCK, dtype: Any = None) -> 
     return QuantizedWeight((Part(values[..., :outputs, :inputs], scales, block),), wanted)
 
 
+def quantize_activations(x: Any) -> Part:
+    """Quantise the inputs of products to e4m3, with one scale for each token and 128 channels: see `quantize`.
+
+    A token's values depend on that token alone, so they are the same for every number of tokens.
+
+    Args:
+        x: Finite numbers, of NumPy or JAX. [..., tokens, channels]
+
+    Returns:
+        The values [..., tokens, channels], and float32 scales [..., tokens, ceil(channels / 128)].
+
+    Raises:
+        ValueError: `x` is no array of floating point numbers with at least two axes.
+    """
+    return quantize(x, (1, CHANNELS)).parts[0]
+
+
 def concatenate(weights: Sequence[Any]) -> Any:
     """Put weights, arrays or `QuantizedWeight`, one below the other along their outputs. An array becomes a part.
 
@@ -202,7 +244,10 @@ def concatenate(weights: Sequence[Any]) -> Any:
     dtypes = {jnp.dtype(weight.dtype) for weight in weights}
     require(len(dtypes) == 1, f"concatenate: weights must have one dtype, got {sorted(map(str, dtypes))}")
     each = [weight.parts if isinstance(weight, QuantizedWeight) else (Part(weight),) for weight in weights]
-    return QuantizedWeight(tuple(part for parts in each for part in parts), dtypes.pop())
+    quantised = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    kinds = {weight.activation_dtype for weight in quantised}
+    require(len(kinds) == 1, f"concatenate: weights must have one activation_dtype, got {sorted(kinds)}")
+    return replace(quantised[0], parts=tuple(part for parts in each for part in parts))
 
 
 def scale_places(order: np.ndarray, step: int, devices: int = 1) -> tuple[np.ndarray, int]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from pallas_kernels import device
 from pallas_kernels._check import LaunchConfig
+from pallas_kernels.quantized import QuantizedWeight
 
 # A product of more tokens is bound by arithmetic, and XLA's own is faster.
 MAX_TOKENS = 64
@@ -63,7 +64,7 @@ def _of_one_token(row_bytes: int, itemsize: int, is_gated: bool) -> Config | Non
 
 def default_config(
     x: jax.Array | jax.ShapeDtypeStruct,
-    weight: jax.Array | jax.ShapeDtypeStruct,
+    weight: jax.Array | jax.ShapeDtypeStruct | QuantizedWeight,
     *,
     is_gated: bool = False,
     is_summed: bool = False,

@@ -6,7 +6,7 @@ from jax.lax import Precision
 
 from pallas_kernels import _math
 from pallas_kernels.linear.config import MAX_TOKENS, Options
-from pallas_kernels.quantized import QuantizedWeight, dequantized
+from pallas_kernels.quantized import QuantizedWeight, dequantized, operands
 from pallas_kernels.rows import cut_columns
 
 
@@ -14,7 +14,6 @@ def linear(
     x: jax.Array, weight: jax.Array | QuantizedWeight, bias: jax.Array | None, *, options: Options
 ) -> tuple[jax.Array, ...]:
     """See api.py."""
-    weight = dequantized(weight)
     x = x.astype(weight.dtype)
     total = _product(x, weight, _dtype(x) if options.out_dtype == x.dtype else jnp.float32)
     return finish(total.astype(jnp.float32), bias, options)
@@ -22,7 +21,6 @@ def linear(
 
 def linear_sums(x: jax.Array, weight: jax.Array | QuantizedWeight, *, splits: int) -> jax.Array:
     """See api.py."""
-    weight = dequantized(weight)
     x = x.astype(weight.dtype)
     total = _product(x, weight, _dtype(x))[None]
     return total if splits == 1 else jnp.pad(total, ((0, splits - 1), (0, 0), (0, 0)))
@@ -33,12 +31,15 @@ def _dtype(x: jax.Array) -> jnp.dtype:
     return x.dtype if x.shape[0] > MAX_TOKENS else jnp.dtype(jnp.float32)
 
 
-def _product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _product(x: jax.Array, weight: jax.Array | QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
+    if isinstance(weight, QuantizedWeight) and weight.activation_dtype == "fp8":
+        pairs = operands(x, weight)
+        return jnp.concatenate([_product(*pair, jnp.dtype(jnp.float32)) for pair in pairs], axis=1).astype(dtype)
     # XLA would else fuse the producer of x into the product, which then is slower than cuBLAS.
     x = jax.lax.optimization_barrier(x)
     return jax.lax.dot_general(
         x,
-        weight,
+        dequantized(weight),
         (((1,), (1,)), ((), ())),
         precision=Precision.HIGHEST if x.dtype == jnp.float32 else Precision.DEFAULT,
         preferred_element_type=dtype,

@@ -1,6 +1,5 @@
 """mixture_of_experts in plain jax.numpy, a few tiles of pairs at a time."""
 
-import functools
 import math
 
 import jax
@@ -10,7 +9,7 @@ from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
 from pallas_kernels.mixture_of_experts._tiles import tiles
 from pallas_kernels.mixture_of_experts.routing import Routing
-from pallas_kernels.quantized import dequantized
+from pallas_kernels.quantized import QuantizedWeight, dequantized, operands
 
 # The most elements of weights that are gathered at once: 128 MiB of bfloat16.
 _ELEMENTS = 1 << 26
@@ -34,6 +33,15 @@ def weighted_sum(outputs, chosen, weights, experts: int, out_dtype: str):
     return jnp.sum(_weighted(outputs, chosen, weights, experts), axis=1).astype(out_dtype)
 
 
+def _product(x, weight):
+    """Multiply rows [rows, inputs] by a weight [outputs, inputs], an array or a quantised one, to float32."""
+    if isinstance(weight, QuantizedWeight) and weight.activation_dtype == "fp8":
+        return jnp.concatenate([_product(*pair) for pair in operands(x, weight)], axis=1)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    options = dict(precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum("rk,nk->rn", x, dequantized(weight), **options)
+
+
 def _outputs(x, up, down, chosen, activation: str, dtype):
     """Compute the outputs [tokens * top_k, hidden] of all pairs in `dtype`."""
     (experts, hidden, _), top_k = down.shape, chosen.shape[1]
@@ -41,19 +49,13 @@ def _outputs(x, up, down, chosen, activation: str, dtype):
     # In a decode step most experts have one pair, so larger tiles would consist of padding.
     rows = min(128, max(8, 1 << (pairs // experts).bit_length()))
     cut = tiles(chosen.reshape(-1), experts, rows)
-    product = functools.partial(
-        jnp.einsum,
-        "rk,nk->rn",
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
     lane = jnp.arange(rows, dtype=jnp.int32)
 
     def run(tile):
         expert, start, _ = tile
         token = cut.order.at[start + lane].get(mode="clip") // top_k
-        middle = activate(*jnp.split(product(x[token], dequantized(up[expert])), projections, axis=1)).astype(x.dtype)
-        return product(middle, dequantized(down[expert])).astype(dtype)
+        middle = activate(*jnp.split(_product(x[token], up[expert]), projections, axis=1)).astype(x.dtype)
+        return _product(middle, down[expert]).astype(dtype)
 
     batch = max(1, _ELEMENTS // (math.prod(up.shape[1:]) + math.prod(down.shape[1:])))
     each = cut.expert, cut.start, cut.length

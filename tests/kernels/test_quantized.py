@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized import Part, QuantizedWeight, concatenate, dequantized, quantize
+from pallas_kernels.quantized import Part, QuantizedWeight, concatenate, dequantized, quantize, quantize_activations
 
 E4M3 = ml_dtypes.float8_e4m3fn
 # Outputs and inputs with short last blocks, and one block that is larger than the weight.
@@ -94,6 +94,22 @@ def test_what_is_taken_means_the_same(rng, block, finer):
     assert every.block == block
     assert every.values is part.values
     assert part.take(np.arange(block[0], 40), -2).block == block or block[0] == 40
+
+
+def test_a_token_is_quantised_as_if_it_were_alone(rng):
+    """With a scale for each 128 channels, of which the last are fewer, and to the same bits in any number of tokens."""
+    x = (rng.normal(size=(9, 300)) * np.exp(rng.normal(size=(9, 1)))).astype("bfloat16")
+    several = jax.jit(quantize_activations)(jnp.asarray(x))
+    assert several.scales.shape == (9, 3)
+    assert several.block == (1, 128)
+    wide, scales = x.astype(np.float32), np.repeat(several.scales, 128, axis=1)[:, :300]
+    # Half a step of e4m3's three bits, or of its subnormals.
+    bound = np.maximum(2.0**-4 * np.abs(wide), 2.0**-10 * scales)
+    assert (np.abs(several.dequantize("float32") - wide) <= 1.001 * bound).all()
+    for token in range(9):
+        alone = jax.jit(quantize_activations)(jnp.asarray(x[token : token + 1]))
+        np.testing.assert_array_equal(alone.values.view(jnp.uint8)[0], several.values.view(jnp.uint8)[token])
+        np.testing.assert_array_equal(alone.scales[0], several.scales[token])
 
 
 def test_parts_lie_one_below_the_other_each_with_its_own_blocks(rng):

@@ -22,7 +22,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.linear.config import MAX_TOKENS
 from pallas_kernels.product_chain import Experts, Product
-from pallas_kernels.quantized import QuantizedWeight, concatenate
+from pallas_kernels.quantized import QuantizedWeight, concatenate, quantize_activations
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -64,6 +64,31 @@ def test_experts_are_those_of_the_arrays(rng, dtype, tokens):
     for op, others in ((mixture_of_experts, (chosen, weights)), (mixture_of_experts_sums, (chosen, weights))):
         assert_same(op(x, *quantised, *others), op(x, *arrays, *others))
     assert_same(routed_experts_sums(x, logits, *quantised, routing), routed_experts_sums(x, logits, *arrays, routing))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, MAX_TOKENS + 1])
+def test_inputs_are_rounded_to_fp8_at_every_number_of_tokens(rng, tokens):
+    """Those of quantised parts alone. Without the rounding of the inputs, results would differ by percents."""
+    weight = dataclasses.replace(joint(rng, "float32"), activation_dtype="fp8")
+    x = jnp.asarray(rng.normal(size=(tokens, 200)), jnp.float32)
+    rounded = np.asarray(quantize_activations(x).dequantize("float32"), np.float64)
+    whole = np.asarray(weight.dequantize(), np.float64)
+    wanted = np.concatenate([rounded @ whole[:102].T, np.asarray(x, np.float64) @ whole[102:].T], axis=1)
+    for found in (linear(x, weight)[0], linear_sums(x, weight)[0]):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=200 * 2.0**-24 * np.abs(wanted).max())
+
+
+def test_inputs_of_experts_are_rounded_to_fp8(rng):
+    plain = mixtures.make(rng, 2)
+    up, down = (
+        dataclasses.replace(quantize(each, (16, 24)), activation_dtype="fp8") for each in (plain.up, plain.down)
+    )
+    x = mixtures.draw_tokens(rng, 1)
+    found = mixture_of_experts(x, up, down, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)))
+    rounded = lambda y: np.asarray(quantize_activations(jnp.asarray(y, jnp.float32)).dequantize("float32"), np.float64)
+    gate, other = np.split(rounded(x) @ np.asarray(up[0].dequantize(), np.float64).T, 2, axis=1)
+    middle = rounded(gate / (1 + np.exp(-gate)) * other)
+    np.testing.assert_allclose(found, middle @ np.asarray(down[0].dequantize(), np.float64).T, rtol=0, atol=1e-5)
 
 
 def in_fp8(step):
