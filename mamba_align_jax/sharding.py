@@ -54,6 +54,20 @@ class Part(NamedTuple):
     repeats: int = 1
 
 
+class Order(NamedTuple):
+    """In which order the elements of an array lie along an axis that is divided among devices.
+
+    Attributes:
+        axis: The axis.
+        places: For each element along it, its place on one device. Elements may be repeated. int [elements]
+        size: The number of elements on one device.
+    """
+
+    axis: int
+    places: np.ndarray
+    size: int
+
+
 def repeats(heads: int, devices: int) -> int:
     """Returns the smallest number of copies of each head that makes the number of heads a multiple of `devices`."""
     return math.lcm(heads, devices) // heads
@@ -138,11 +152,11 @@ class Layout:
 
     Attributes:
         mesh: The mesh, with an axis "tensor".
-        params: One PartitionSpec per parameter, in the order of the leaves of their tree.
+        params: One PartitionSpec per parameter, in the order of the leaves of their tree. Values and scales of a quantised
+            weight are parameters of their own.
         pool: The PartitionSpecs of the states.
         kv: The PartitionSpecs of keys and values.
-        ordered_params: For each parameter, the axis along which its elements are in the order of `columns`, and the parts
-            that lie side by side there; None if they are in the order of one device.
+        ordered_params: For each parameter the order of its elements; None if it is that of one device.
         windows: For each group, the parts of the channels of its windows; () if they are in the order of one device.
         kv_heads: The parts of the heads of keys and values; () if they are in the order of one device.
     """
@@ -152,7 +166,7 @@ class Layout:
     pool: StatePool
     kv: KVPages
     # The programs of steps don't depend on what follows.
-    ordered_params: tuple[tuple[int, tuple[Part, ...]] | None, ...] = field(default=(), compare=False)
+    ordered_params: tuple[Order | None, ...] = field(default=(), compare=False)
     windows: tuple[tuple[Part, ...], ...] = field(default=(), compare=False)
     kv_heads: tuple[Part, ...] = field(default=(), compare=False)
 

@@ -1,7 +1,7 @@
 """Layers that are split over a mesh: the placement of their parameters, and products and norms over split channels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 from mamba_align_jax.layers.exchange import Exchange, Partial
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import GatedGroupNorm, RMSNorm, spread
-from mamba_align_jax.sharding import AXIS, Part, columns, devices
+from mamba_align_jax.sharding import AXIS, Order, Part, columns, devices
+from pallas_kernels import quantized
+from pallas_kernels.quantized import QuantizedWeight, scale_places
 
 
 class SplitEmbed(nnx.Module):
@@ -72,13 +74,15 @@ class Cut:
     Attributes:
         mesh: The mesh, with an axis "tensor".
         placed: `id` of each variable that has been placed.
-        ordered: For the `id` of each variable whose elements were put in another order or repeated, the axis, and what
-            lay side by side along it before.
+        parts: For the `id` of each variable whose elements were put in another order or repeated, what lay side by side
+            along the axis before.
+        orders: For the `id` of each such variable the order of each of its arrays: see `sharding.Layout`.
     """
 
     mesh: Mesh
     placed: set[int] = field(default_factory=set)
-    ordered: dict[int, tuple[int, tuple[Part, ...]]] = field(default_factory=dict)
+    parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    orders: dict[int, list[Order | None]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -90,26 +94,67 @@ class Cut:
 
         Args:
             variable: The parameter.
-            axis: The axis that is divided among the devices; None copies the parameter to all devices.
+            axis: The axis that is divided among the devices; None copies the parameter to all devices. Scales of a quantised
+                weight are divided where its values are. A scale whose block is cut goes to all that have a piece of it.
             parts: What lies side by side along `axis`. Each device gets its heads of each part: see `sharding.columns`.
 
         Raises:
             ValueError: the number of a part's heads is not a multiple of the number of devices.
         """
-        array = variable[...]
-        if parts and axis is not None:
-            order = columns(parts, self.size)
-            if not np.array_equal(order, np.arange(array.shape[axis])):
-                array = jnp.take(array, order, axis=axis)
-                self.ordered[id(variable)] = axis, tuple(parts)
-        sharding = NamedSharding(self.mesh, P() if axis is None else P(*[None] * axis, AXIS))
-        if self.mesh.is_multi_process:
-            # `device_put` would send every weight to all processes through the host, to compare it.
-            placed = jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        value = variable[...]
+        if axis is None:
+            placed, orders = jax.tree.map(self._copied, value), []
+        elif isinstance(value, QuantizedWeight):
+            placed, orders = self._divided_weight(value, axis - value.ndim, parts)
         else:
-            placed = jax.device_put(array, sharding)
+            order = columns(parts, self.size) if parts else np.arange(value.shape[axis])
+            is_ordered = not np.array_equal(order, np.arange(value.shape[axis]))
+            orders = [Order(axis, order, value.shape[axis]) if is_ordered else None]
+            placed = self._divided(jnp.take(value, order, axis=axis) if is_ordered else value, axis)
+        if any(orders):
+            self.parts[id(variable)], self.orders[id(variable)] = tuple(parts), orders
         variable.set_value(placed)
         self.placed.add(id(variable))
+
+    def _divided_weight(
+        self, weight: QuantizedWeight, axis: int, parts: Sequence[Part]
+    ) -> tuple[QuantizedWeight, list[Order | None]]:
+        """Places a quantised weight, whose outputs (`axis` -2) or inputs (-1) are divided.
+
+        Returns:
+            The placed weight, and the order of each of its arrays.
+        """
+        placed, orders, left = [], [], list(parts)
+        for part in weight.parts:
+            length, own = part.values.shape[axis], list(parts)
+            if axis == -2 and parts:
+                # These heads are the outputs of this part. Those of the next part are cut by themselves.
+                own = _taken(left, length)
+            order = columns(own, self.size) if own else np.arange(length)
+            new = part.take(order, axis, self.size)
+            orders.append(_order(part.values, axis, order))
+            if new.scales is None or part.block is None:
+                placed.append(quantized.Part(self._divided(new.values, axis)))
+                continue
+            places, _ = scale_places(order, part.block[axis], self.size)
+            orders.append(_order(part.scales, axis, places))
+            is_shared = new.scales.shape[axis] == 1
+            scales = self._copied(new.scales) if is_shared else self._divided(new.scales, axis)
+            placed.append(quantized.Part(self._divided(new.values, axis), scales, new.block))
+        return replace(weight, parts=tuple(placed)), orders
+
+    def _copied(self, array: jax.Array) -> jax.Array:
+        return self._placed(array, P())
+
+    def _divided(self, array: jax.Array, axis: int) -> jax.Array:
+        return self._placed(array, P(*[None] * (axis % array.ndim), AXIS))
+
+    def _placed(self, array: jax.Array, spec: P) -> jax.Array:
+        sharding = NamedSharding(self.mesh, spec)
+        if self.mesh.is_multi_process:
+            # `device_put` would send every weight to all processes through the host, to compare it.
+            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return jax.device_put(array, sharding)
 
     def out(self, linear: Linear, *parts: Part | tuple[Part, ...]) -> None:
         """Splits a product's outputs and its bias: for each of its parts the heads, or what lies side by side in it."""
@@ -126,6 +171,27 @@ class Cut:
         """Splits a product's inputs. Its outputs are then summed over the devices, and the bias is added once."""
         self.put(linear.weight, 1, [part])
         linear.axis = AXIS
+
+
+def _taken(parts: list[Part], length: int) -> list[Part]:
+    """Takes from the front of `parts` those whose heads are the next `length` columns. `parts` is changed.
+
+    Raises:
+        ValueError: a part begins before this column and ends after it.
+    """
+    found, wanted = [], length
+    while parts and length > 0:
+        found.append(parts.pop(0))
+        length -= found[-1].heads * found[-1].dim
+    if length:
+        raise ValueError(f"a quantised part of {wanted} outputs must hold whole projections")
+    return found
+
+
+def _order(array: jax.Array, axis: int, places: np.ndarray) -> Order | None:
+    """Returns the order of an array's elements that are taken from these places; None if nothing changes."""
+    size = array.shape[axis]
+    return None if np.array_equal(places, np.arange(size)) else Order(axis % array.ndim, places, size)
 
 
 @runtime_checkable

@@ -65,7 +65,11 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
         params=tuple(leaf.sharding.spec for leaf in leaves),
         pool=pool_partition(groups),
         kv=KVPages(keys=pages, values=pages),
-        ordered_params=tuple(cut.ordered.get(id(variable)) for variable in variables),
+        ordered_params=tuple(
+            order
+            for variable in variables
+            for order in cut.orders.get(id(variable)) or [None] * len(jax.tree.leaves(variable))
+        ),
         windows=tuple(_window_parts(mixers[0], cut) for kind, mixers in model.mixers().items() if kind != ATTENTION),
         kv_heads=() if latent else (Part(heads, 1, repeats(heads, cut.size)),),
     )
@@ -84,7 +88,7 @@ def exchange_by(model: nnx.Module, exchange: Exchange) -> None:
 def _window_parts(mixer: Any, cut: Cut) -> tuple[Part, ...]:
     """Returns what lies side by side in the channels of a mixer's windows: its taps are split in the same way."""
     taps = [module for _, module in nnx.iter_modules(mixer) if isinstance(module, ConvTaps)]
-    return next((cut.ordered[id(each.weight)][1] for each in taps if id(each.weight) in cut.ordered), ())
+    return next((cut.parts[id(each.weight)] for each in taps if id(each.weight) in cut.parts), ())
 
 
 def share(model: CausalLM) -> CausalLM:

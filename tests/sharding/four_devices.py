@@ -45,7 +45,15 @@ from mamba_align_jax.models import load_model, mamba, nemotron_h, qwen3_5
 from mamba_align_jax.models.tensor_parallel import exchange_by, shard_model, share
 from mamba_align_jax.models.weights import save_weights
 from mamba_align_jax.sharding import AXIS, Part, columns, pool_partition, pool_sharding
-from pallas_kernels import Mailboxes, Rows, causal_conv1d_update, gated_delta_rule_update
+from pallas_kernels import (
+    Mailboxes,
+    QuantizedWeight,
+    Rows,
+    causal_conv1d_update,
+    gated_delta_rule_update,
+    quantize,
+)
+from pallas_kernels.quantized import concatenate, dequantized
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than running
@@ -237,6 +245,60 @@ def test_digest_of_weights_is_that_of_one_device(model, mesh, name):
     placed, layout = shard_model(whole, Mesh(mesh.devices[:2], (AXIS,)) if name else jax.make_mesh((4,), (AXIS,)))
     assert any(layout.ordered_params)
     assert digest(nnx.state(placed), layout) == digest(nnx.state(whole))
+
+
+def quantised(model, block):
+    """The model with quantised weights in its products, in small blocks; those of delta nets keep parts as they are."""
+    graph, state = nnx.split(model)
+    products = {path for path, module in nnx.iter_modules(model) if isinstance(module, Linear) and path[0] == "layers"}
+
+    def narrow(place, param):
+        if place[:-1] not in products or place[-1] != "weight":
+            return param
+        sizes = dict(nnx.iter_modules(model))[place[:-1]].parts
+        parts = np.split(np.asarray(param[...]), np.cumsum(sizes)[:-1])
+        each = [quantize(part, block) if len(part) >= 16 else part for part in parts]
+        return param.replace(jax.tree.map(jnp.asarray, concatenate(each)))
+
+    flat = [(place, narrow(place, param)) for place, param in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def with_arrays(model):
+    """The model with the arrays that its quantised weights mean."""
+    graph, state = nnx.split(model)
+    is_param = lambda leaf: isinstance(leaf, nnx.Variable)
+    value = lambda param: dequantized(param.get_value())
+    return nnx.merge(graph, jax.tree.map(lambda param: param.replace(value(param)), state, is_leaf=is_param))
+
+
+@pytest.mark.parametrize("block", [(16, 24), (1, 64), (512, 512)], ids=["blocks", "channels", "tensor"])
+def test_every_device_has_the_scales_of_its_values(model, mesh, block):
+    """A cut inside a block repeats its scale, and the digest of the weights counts it once."""
+    narrow = quantised(model, block)
+    placed, layout = shard_model(narrow, mesh)
+    plain, _ = shard_model(with_arrays(narrow), mesh)
+    pairs = zip(*(nnx.to_flat_state(nnx.state(each)) for each in (placed, plain)), strict=True)
+    found = 0
+    for (place, ours), (_, theirs) in pairs:
+        ours, theirs = ours.get_value(), theirs.get_value()
+        found += isinstance(ours, QuantizedWeight)
+        for number in range(4):
+            own = jax.tree.map(lambda leaf, number=number: leaf.addressable_shards[number].data, ours)
+            wanted = theirs.addressable_shards[number].data
+            np.testing.assert_array_equal(np.asarray(dequantized(own)), np.asarray(wanted), err_msg=str(place))
+    assert found >= 6
+    assert share(placed).layers[0].mlp.down_proj.weight.shape == share(plain).layers[0].mlp.down_proj.weight.shape
+    digest = lambda params, layout=None: weights_digest(jax.tree.leaves(params), layout)
+    assert digest(nnx.state(placed), layout) == digest(nnx.state(narrow))
+
+
+@pytest.mark.deep
+def test_engine_with_quantised_weights_on_four_devices_does_what_one_device_does(model, mesh):
+    narrow, config = quantised(model, (16, 24)), EngineConfig(**SIZES)
+    prompts, params = [[1, 2, 3], [5] * 40], SamplingParams(max_tokens=6, ignore_eos=True)
+    four, one = (Engine(narrow, config, mesh=each).generate(prompts, params) for each in (mesh, None))
+    assert [each.token_ids for each in four] == [each.token_ids for each in one]
 
 
 def test_a_split_model_is_not_saved(model, mesh, tmp_path):

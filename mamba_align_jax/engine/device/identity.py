@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.device.pool_entries import Forms
-from mamba_align_jax.sharding import AXIS, Layout, columns
+from mamba_align_jax.sharding import AXIS, Layout
 
 # The two sums mix differently, so that two changes don't cancel in both.
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)
@@ -60,8 +60,7 @@ def weights_digest(params: Sequence[jax.Array], layout: Layout | None = None) ->
         if layout is not None and axis is not None:
             place, order = np.arange(shape[axis], dtype=np.int32), layout.ordered_params[number]
             if order is not None:
-                place = columns(order[1], layout.mesh.shape[AXIS])
-                shape = (*shape[:axis], sum(part.heads * part.dim for part in order[1]), *shape[axis + 1 :])
+                place, shape = order.places, (*shape[:axis], order.size, *shape[axis + 1 :])
             # An element that is repeated counts once.
             counts = np.zeros(place.shape, np.uint32)
             counts[np.unique(place, return_index=True)[1]] = 1
