@@ -62,6 +62,11 @@ def test_the_foreign_step_is_the_example_and_the_example_runs():
     assert out.splitlines()[-1] == "[]"
 
 
+def test_a_foreign_step_multiplies_by_a_layer_of_an_fp8_file(capsys):
+    runpy.run_path(str(ROOT / "examples" / "foreign_fp8.py"), run_name="__main__")
+    assert capsys.readouterr().out == "184320 weights lie in 184392 bytes, and 5 tokens are right\n"
+
+
 @pytest.mark.parametrize("padding", [0, 1, 7])
 @pytest.mark.parametrize(("decoded", "begin", "end"), [(1, 1, 13), (2, 1, 13), (2, 0, 1)])
 def test_a_batch_of_both_kinds_of_rows_needs_no_padding(decoded, begin, end, padding):

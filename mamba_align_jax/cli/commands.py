@@ -58,7 +58,8 @@ def _load_model(options: argparse.Namespace, dtype: str | None, *, is_large: boo
 
     place = jax.local_devices(backend="cpu")[0] if is_large else None
     with _loading() as loaded, jax.default_device(place):
-        return load_model(options.model, dtype or _dtype_of_device(), loaded)
+        dtypes = {name: value for name, value in vars(options).items() if name in ("weights_dtype", "activation_dtype")}
+        return load_model(options.model, dtype or _dtype_of_device(), loaded, **dtypes)
 
 
 def _dtype_of_device() -> str | None:
@@ -175,7 +176,8 @@ def _load_engine(options: argparse.Namespace) -> "Engine":
     # One request at a time needs few programs.
     config = EngineConfig(max_num_seqs=1, max_prefill_rows=1)
     with _loading() as loaded:
-        return Engine.from_pretrained(options.model, config, dtype=options.dtype, progress=loaded)
+        dtypes = {name: getattr(options, name) for name in ("dtype", "weights_dtype", "activation_dtype")}
+        return Engine.from_pretrained(options.model, config, **dtypes, progress=loaded)
 
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:
@@ -250,7 +252,8 @@ def _info(options: argparse.Namespace) -> int:
     from mamba_align_jax.models import outline_model
     from mamba_align_jax.models.config_files import read_sampling_defaults
 
-    model = outline_model(options.model, _dtype_of_device() if options.gpu_memory_gb is None else None)
+    dtype = _dtype_of_device() if options.gpu_memory_gb is None else None
+    model = outline_model(options.model, dtype, weights_dtype=options.weights_dtype)
     memory, facts = DeviceMemory.of(), facts_of(model)
     if options.gpu_memory_gb is not None:
         limit = int(options.gpu_memory_utilization * options.gpu_memory_gb * 1e9)
@@ -263,6 +266,7 @@ def _info(options: argparse.Namespace) -> int:
     of_model = {
         "architecture": model.config.model_type,
         "dtype": str(model.dtype),
+        "weights_dtype": options.weights_dtype,
         "end_tokens": end_tokens(model.config),
         "sampling_defaults": sampling,
         "layers": {kind: len(mixers) for kind, mixers in model.mixers().items()},
@@ -362,6 +366,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--gpu-memory-gb", type=float, metavar="N", help=text)
     text = "the kind of that GPU, for its speed (default: %(default)s)"
     info.add_argument("--gpu", default="NVIDIA H200", metavar="NAME", help=text)
+    serving.add_weights_dtype(info)
     serving.add_engine_options(info.add_argument_group("engine"))
 
     steps = add("trace", _trace, "print a file that Engine.trace wrote, one line for each row of each step")

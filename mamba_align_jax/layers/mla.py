@@ -19,6 +19,7 @@ from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part
 from pallas_kernels import rotate
+from pallas_kernels.quantized import dequantized
 
 # Epsilon of the norms inside the layer. It does not depend on the model.
 _EPSILON = 1e-6
@@ -125,7 +126,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q, latent = self.project(x, at.token_pages.positions)
         latents = at.token_pages.put(latents, at.layer, latent[:, None])
         product = functools.partial(jnp.einsum, precision=precision(x.dtype.name))
-        kv_b = self.kv_b_proj.weight[...].reshape(self.heads, -1, self.kv_lora_rank)
+        kv_b = dequantized(self.kv_b_proj.weight[...]).reshape(self.heads, -1, self.kv_lora_rank)
         to_keys, to_values = jnp.split(kv_b, [self.nope_dim], axis=1)
         q_nope, q_rope = jnp.split(q, [self.nope_dim], axis=2)
         q_latent = jnp.concatenate([product("thd,hdr->thr", q_nope, to_keys), q_rope], axis=2)

@@ -26,7 +26,15 @@ from mamba_align_jax.models.config import ModelConfig
 from mamba_align_jax.models.config_files import end_tokens, read_config, read_generation_config, read_tokenizer_end
 from mamba_align_jax.models.fields import wrong
 from mamba_align_jax.models.quantised import read_quantisation
-from mamba_align_jax.models.weights import has_draft_head, read_outline, read_weights, stored_dtype
+from mamba_align_jax.models.weights import (
+    WeightsDtype,
+    has_draft_head,
+    read_outline,
+    read_weights,
+    stored_dtype,
+)
+from mamba_align_jax.models.weights import read_product as read_product
+from pallas_kernels.quantized import ActivationDtype
 
 # The module of each model type. It has `Config`, `Model` and `sources`, and perhaps `ignored`: see `read_weights`.
 # Models for images and sound have the type of their text model, or that of the whole.
@@ -62,6 +70,8 @@ def load_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     check_values: bool = True,
+    weights_dtype: WeightsDtype = "bfloat16",
+    activation_dtype: ActivationDtype | None = None,
 ) -> CausalLM:
     """Loads a model from a directory with config.json and safetensors files. It needs neither torch nor transformers.
 
@@ -74,7 +84,16 @@ def load_model(
         dtype: Dtype of the model: "float32", "bfloat16" or "float16". None keeps the dtype of config.json, or that of
             the weights if config.json has none.
         progress: Called after each parameter, with the number of parameters that are loaded and that of all parameters.
-        check_values: Whether weights are refused that are NaN, infinite or too large for the model's dtype.
+        check_values: Whether weights are refused that are NaN, infinite or too large for the model's dtype, and scales of
+            quantised weights that are not positive.
+        weights_dtype: How the weights of products lie in memory. "bfloat16" gives all of them the model's dtype, whichever
+            it is. "file" keeps those that are FP8 in the files, with their scales, as a `QuantizedWeight`. "fp8" does so,
+            and quantises others while it reads them, in blocks of 128 x 128, but for the head, routers, gates and small
+            projections.
+        activation_dtype: To what products round the inputs of quantised weights: "fp8", with a scale for each token and 128
+            channels, or "bfloat16", which leaves them as they are. None does what the files say, and takes "bfloat16" if
+            they say nothing. With "bfloat16" products round a quantised weight to the model's dtype, so `weights_dtype`
+            "file" computes what "bfloat16" does, up to the order of sums.
 
     Raises:
         ValueError: the architecture, one of its options or the way in which the weights are quantised is not supported,
@@ -82,18 +101,19 @@ def load_model(
             finite. The file, the field or the tensor is named.
     """
     architecture, config = _configuration(path, dtype)
-    return read_weights(path, architecture, config, progress, check_values=check_values)
+    dtypes = dict(weights_dtype=weights_dtype, activation_dtype=activation_dtype)
+    return read_weights(path, architecture, config, progress, check_values=check_values, **dtypes)
 
 
-def outline_model(path: str | Path, dtype: str | None = None) -> CausalLM:
-    """Makes a model with shapes instead of weights, from a directory and a dtype as `load_model` takes them.
+def outline_model(path: str | Path, dtype: str | None = None, *, weights_dtype: WeightsDtype = "bfloat16") -> CausalLM:
+    """Makes a model with shapes instead of weights, from a directory and dtypes as `load_model` takes them.
 
     It reads the headers of the weights' files, so it is quick and takes no memory for weights.
 
     Raises:
         ValueError: as `load_model` raises it, except for shapes and values of tensors, which are not looked at.
     """
-    return read_outline(path, *_configuration(path, dtype))
+    return read_outline(path, *_configuration(path, dtype), weights_dtype=weights_dtype)
 
 
 def _configuration(path: str | Path, dtype: str | None) -> tuple[ModuleType, ModelConfig]:

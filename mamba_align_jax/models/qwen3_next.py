@@ -7,7 +7,7 @@ import numpy as np
 
 from mamba_align_jax.models import qwen3_5
 from mamba_align_jax.models.qwen3_5 import Model as Model
-from mamba_align_jax.models.sources import Source, joined, mapped, tensor
+from mamba_align_jax.models.sources import Source, joined, ordered, tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,10 @@ def sources(place: str, config: Config) -> list[Source]:
     keys, ratio = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
     values = ratio * config.linear_value_head_dim
 
-    def of_each_part(weight: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-        heads = weight.reshape(config.linear_num_key_heads, sum(sizes), weight.shape[1])
-        cut = np.split(heads, np.cumsum(sizes)[:-1], axis=1)
-        return np.concatenate([part.reshape(-1, weight.shape[1]) for part in cut])
+    def of_each_part(*sizes: int) -> np.ndarray:
+        heads = np.arange(config.linear_num_key_heads * sum(sizes)).reshape(-1, sum(sizes))
+        return np.concatenate([part.reshape(-1) for part in np.split(heads, np.cumsum(sizes)[:-1], axis=1)])
 
-    qkvz = mapped(
-        tensor(f"model.{mixer}.in_proj_qkvz.weight"), lambda weight: of_each_part(weight, (keys, keys, values, values))
-    )
-    ba = mapped(tensor(f"model.{mixer}.in_proj_ba.weight"), lambda weight: of_each_part(weight, (ratio, ratio)))
+    qkvz = ordered(tensor(f"model.{mixer}.in_proj_qkvz.weight"), of_each_part(keys, keys, values, values))
+    ba = ordered(tensor(f"model.{mixer}.in_proj_ba.weight"), of_each_part(ratio, ratio))
     return [joined([qkvz, ba], axis=0)]

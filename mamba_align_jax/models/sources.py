@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from mamba_align_jax.layers.moe import shared_experts
+from mamba_align_jax.models import arrange
+from pallas_kernels.quantized import concatenate
 
 
 @dataclass(frozen=True)
@@ -16,13 +19,14 @@ class Source:
     Attributes:
         names: Names of the tensors. Several parameters may be made from the same tensor.
         make: Makes the parameter from an iterator over the tensors in this order. It reads one at a time. They have the
-            parameter's dtype. If their shapes do not fit together, it raises a ValueError.
+            parameter's dtype, or are quantised weights for products in it. If their shapes do not fit together, it raises a
+            ValueError, and if they are quantised in ways that do not, an `arrange.UnlikeError`.
         split: Makes the tensors from the parameter and the sizes of its parts along the first axis, if no other parameter is
             made from them; else None.
     """
 
     names: tuple[str, ...]
-    make: Callable[[Iterator[np.ndarray]], np.ndarray] = next
+    make: Callable[[Iterator[Any]], Any] = next
     split: Callable[[np.ndarray, Sequence[int]], list[np.ndarray]] | None = None
 
 
@@ -45,9 +49,10 @@ def taps(name: str) -> Source:
 
 
 def joined(sources: Sequence[Source], axis: int = -1) -> Source:
-    """Concatenates parameters along an axis."""
+    """Concatenates parameters along an axis. Quantised ones can only be joined along axis 0."""
     names = tuple(name for source in sources for name in source.names)
-    return Source(names, lambda parts: np.concatenate([source.make(parts) for source in sources], axis=axis))
+    together = arrange.below if axis == 0 else lambda arrays: np.concatenate(arrays, axis=axis)
+    return Source(names, lambda parts: together([source.make(parts) for source in sources]))
 
 
 def parts(names: Sequence[str], own_sizes: Callable[[Sequence[int]], Sequence[int]] = lambda sizes: sizes) -> Source:
@@ -62,11 +67,11 @@ def parts(names: Sequence[str], own_sizes: Callable[[Sequence[int]], Sequence[in
 def equal_parts(names: Sequence[str]) -> Source:
     """Concatenates tensors of one shape along the first axis."""
 
-    def make(parts: Iterator[np.ndarray]) -> np.ndarray:
+    def make(parts: Iterator[Any]) -> Any:
         first, *others = (next(parts) for _ in names)
         if any(other.shape != first.shape for other in others):
             raise ValueError(f"{names} must have one shape")
-        return np.concatenate([first, *others])
+        return arrange.below([first, *others])
 
     return Source(tuple(names), make)
 
@@ -74,23 +79,16 @@ def equal_parts(names: Sequence[str]) -> Source:
 def stacked(sources: Sequence[Source]) -> Source:
     """Stacks parameters of one shape along a new first axis."""
     names = tuple(name for source in sources for name in source.names)
+    return Source(names, lambda parts: arrange.stack(lambda place: sources[place].make(parts), len(sources)))
 
-    def make(parts: Iterator[np.ndarray]) -> np.ndarray:
-        first = sources[0].make(parts)
-        out = np.empty((len(sources), *first.shape), first.dtype)
-        out[0] = first
-        for place, source in enumerate(sources[1:], 1):
-            other = source.make(parts)
-            if other.shape != first.shape:  # NumPy would repeat some shapes
-                raise ValueError(f"{source.names} must have the shape of {sources[0].names}")
-            out[place] = other
-        return out
 
-    return Source(names, make)
+def ordered(source: Source, order: np.ndarray) -> Source:
+    """Puts the outputs of a product's weight into another order, which names each of them once."""
+    return Source(source.names, lambda parts: arrange.ordered(source.make(parts), order))
 
 
 def mapped(source: Source, function: Callable[[np.ndarray], np.ndarray]) -> Source:
-    """Applies `function` to a parameter."""
+    """Applies `function` to a parameter that is no product's weight."""
     return Source(source.names, lambda parts: function(source.make(parts)))
 
 
@@ -115,19 +113,14 @@ def _with_shared(routed: Source, names: tuple[str, ...], is_up: bool, shared_siz
     `names` are the tensors of the shared expert's products: those that `up` joins, or that of `down`.
     """
 
-    def make(parts: Iterator[np.ndarray]) -> np.ndarray:
-        own = routed.make(parts)
-        size = own.shape[1] // len(names) if is_up else own.shape[2]
-        joined = []
-        for _ in names:
-            tensor = next(parts) if is_up else next(parts).T  # [channels, hidden]
-            if len(tensor) != shared_size:
-                raise ValueError(f"{names} must have {shared_size} channels")
-            pieces = np.zeros((shared_experts(len(tensor), size), size, tensor.shape[1]), own.dtype)
-            pieces.reshape(-1, tensor.shape[1])[: len(tensor)] = tensor
-            joined.append(pieces)
-        shared = np.concatenate(joined, axis=1)
-        return np.concatenate([own, shared if is_up else shared.swapaxes(1, 2)])
+    def make(parts: Iterator[Any]) -> Any:
+        own, axis = routed.make(parts), -2 if is_up else -1
+        size = own.shape[axis] // len(names)
+        each = [next(parts) for _ in names]
+        if any(tensor.shape[axis] != shared_size for tensor in each):
+            raise ValueError(f"{names} must have {shared_size} channels")
+        cut = [arrange.pieces(tensor, axis, shared_experts(shared_size, size), size) for tensor in each]
+        return arrange.appended([own, concatenate(cut)])
 
     return Source((*routed.names, *names), make)
 

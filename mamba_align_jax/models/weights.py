@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,32 @@ from safetensors.numpy import save_file
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.moe import Experts
+from mamba_align_jax.models.arrange import UnlikeError
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
 from mamba_align_jax.models.config_files import MERGE_ADAPTER
 from mamba_align_jax.models.config_files import read_config as read_config
-from mamba_align_jax.models.quantised import dequantised, read_quantisation
-from mamba_align_jax.models.sources import Source
+from mamba_align_jax.models.quantised import ScaledTensor, dequantised, read_quantisation
+from mamba_align_jax.models.sources import Source, parts
 from mamba_align_jax.models.tensor_files import INDEX, Tensor, stored_tensors, unlisted
+from pallas_kernels.quantized import ActivationDtype, Part, QuantizedWeight, quantize
 
+# How weights lie in memory: "file" keeps those that are FP8 in the files, "bfloat16" makes all of them the model's dtype,
+# and "fp8" quantises those that are not FP8 in the files while it reads them.
+WeightsDtype: TypeAlias = Literal["file", "bfloat16", "fp8"]
+WEIGHTS_DTYPES: tuple[str, ...] = ("file", "bfloat16", "fp8")
+ACTIVATION_DTYPES: tuple[str, ...] = ("bfloat16", "fp8")
+# Products that "fp8" leaves as they are, by the last name of their module, as published FP8 files do: the head, routers,
+# gates, and what is small.
+_NEVER_QUANTISED = frozenset(
+    (
+        *("lm_head", "gate", "router", "layer", "shared_expert_gate", "fc"),
+        *("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
+        *("x_proj", "dt_proj", "kv_b_proj"),
+    )
+)
+_SAVED_SCALES = "_scale_inv"
 _LOG = logging.getLogger(__name__)
 # Towers for images and sound, and what joins them to the text model. Some files have them in `model`.
 _TOWERS = (
@@ -81,6 +99,15 @@ def has_draft_head(path: str | Path) -> bool:
     return any(name.startswith(_HEAD_PREFIX) for name in find_tensors(path))
 
 
+def _products(model: CausalLM) -> set[Any]:
+    """Returns the places of the parameters that may be quantised: the weights of products and of experts."""
+    found: set[Any] = set()
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Linear | Experts):
+            found |= {(*path, name) for name in (("weight",) if isinstance(module, Linear) else ("up", "down"))}
+    return found
+
+
 def _sizes(model: CausalLM) -> dict[Any, tuple[int, ...]]:
     """Returns the sizes of the parts of each product, by the path of its module."""
     return {path: module.parts for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
@@ -111,17 +138,60 @@ def _values(tensor: Tensor, dtype: Any) -> np.ndarray:
         return tensor.read().astype(dtype, copy=False)
 
 
-def _read(source: Source, tensors: Mapping[str, Tensor], variable: Any, check_values: bool) -> jax.Array:
+def _activation_dtype(path: str | Path, given: str | None) -> ActivationDtype:
+    """Returns `activation_dtype` as it is given, or as the directory's files have it."""
+    values.optional_choice("activation_dtype", given, ACTIVATION_DTYPES)
+    quantisation = read_quantisation(read_config(path)) if given is None else None
+    own: Any = given or ("bfloat16" if quantisation is None else quantisation.activation_dtype)
+    return own
+
+
+def _is_quantised_while_reading(name: str) -> bool:
+    """Whether "fp8" quantises the tensor `name`, which is of a product."""
+    module = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    return module not in _NEVER_QUANTISED and not module.isdecimal()  # adapters are numbered
+
+
+def _kept(tensor: Tensor, dtype: Any, kind: str) -> np.ndarray | QuantizedWeight:
+    """Reads a tensor of a product as `kind`, one of `WEIGHTS_DTYPES`, says. `dtype` is that of the product."""
+    if kind != "bfloat16" and isinstance(tensor, ScaledTensor):
+        return QuantizedWeight((tensor.part(),), np.dtype(dtype))
+    if kind == "fp8" and _is_quantised_while_reading(tensor.name):
+        return quantize(_values(tensor, np.float32), dtype=dtype)
+    return _values(tensor, dtype)
+
+
+def _made(source: Source, tensors: Mapping[str, Tensor], dtype: Any, kind: str) -> np.ndarray | QuantizedWeight:
+    """Makes a parameter on the host. One whose tensors cannot stay as they are together has the dtype `dtype`."""
     try:
-        array = source.make(_values(tensors[name], variable.dtype) for name in source.names)
+        return source.make(_kept(tensors[name], dtype, kind) for name in source.names)
+    except UnlikeError as error:
+        _LOG.warning("%s and others become %s: %s", source.names[0], dtype, error)
+        return source.make(_values(tensors[name], dtype) for name in source.names)
+
+
+_all_finite = jax.jit(lambda weight: jnp.isfinite(weight.dequantize()).all())
+
+
+def _read(
+    source: Source, tensors: Mapping[str, Tensor], variable: Any, check_values: bool, kind: str
+) -> jax.Array | QuantizedWeight:
+    try:
+        made = _made(source, tensors, variable.dtype, kind)
     except (ValueError, IndexError):
         # The tensors' shapes do not fit together, unless one of them can't be read, which it says itself.
         for name in source.names:
             tensors[name].read()
-        array = None
-    if array is not None and array.shape == variable.shape:
-        loaded = jnp.asarray(array, variable.dtype)
-        if check_values and not bool(jnp.isfinite(loaded).all()):
+        made = None
+    if check_values:
+        for name in source.names:
+            tensor = tensors[name]
+            if isinstance(tensor, ScaledTensor):
+                tensor.check_scales()
+    if made is not None and made.shape == variable.shape:
+        is_quantised = isinstance(made, QuantizedWeight)
+        loaded = jax.tree.map(jnp.asarray, made) if is_quantised else jnp.asarray(made, variable.dtype)
+        if check_values and not bool(_all_finite(loaded) if is_quantised else jnp.isfinite(loaded).all()):
             raise _not_finite(source, tensors, variable)
         return loaded
     got = [list(tensors[name].shape) for name in source.names]
@@ -174,6 +244,11 @@ class _ModelPlan:
     variables: dict[Any, Any]
     sources: dict[Any, Source]
     tensors: Mapping[str, Tensor]
+    products: set[Any]
+
+    def kind(self, place: Any, weights_dtype: str) -> str:
+        """Returns how the parameter at `place` is kept: as `weights_dtype` says, or in its own dtype if it is no product."""
+        return weights_dtype if place in self.products else "bfloat16"
 
 
 def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -212,7 +287,7 @@ def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: di
         raise ValueError(f"tensor {min(unknown)!r} has no place in a model of type {config.model_type!r}")
     for place, source in found.items():
         _check_shapes(source, tensors, variables[place], sizes.get(place[:-1]))
-    return _ModelPlan(graph, variables, found, tensors)
+    return _ModelPlan(graph, variables, found, tensors, _products(model))
 
 
 def read_weights(
@@ -222,6 +297,8 @@ def read_weights(
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     check_values: bool = True,
+    weights_dtype: str = "bfloat16",
+    activation_dtype: str | None = None,
 ) -> CausalLM:
     """Makes an architecture's model with the weights of a model directory.
 
@@ -236,24 +313,101 @@ def read_weights(
             that fits the tensors of these names.
         config: The architecture's configuration.
         progress: Called after each parameter, with the number of parameters that are loaded and that of all parameters.
-        check_values: Whether weights are refused that are not finite in the model's dtype.
+        check_values: Whether weights are refused that are not finite in the model's dtype, and scales that are not positive.
+        weights_dtype: See `load_model`.
+        activation_dtype: See `load_model`.
 
     Raises:
         ValueError: a tensor is missing, unknown, has a wrong shape or holds values that are not finite, or a file is
             missing or broken. It is named.
     """
+    values.choice("weights_dtype", weights_dtype, WEIGHTS_DTYPES)
+    activations = _activation_dtype(path, activation_dtype)
     tensors = find_tensors(path)
     config = _with_own_head(Path(path), architecture, _adapted(architecture, config, tensors), tensors)
     plan = _plan(Path(path), architecture, config, tensors)
     loaded = []
     for place, source in plan.sources.items():
         variable = plan.variables[place]
-        loaded.append((place, variable.replace(_read(source, plan.tensors, variable, check_values))))
+        kind = plan.kind(place, weights_dtype)
+        value = _with_activations(_read(source, plan.tensors, variable, check_values, kind), activations)
+        loaded.append((place, variable.replace(value)))
         progress(len(loaded), len(plan.sources))
     return nnx.merge(plan.graph, nnx.from_flat_state(loaded))
 
 
-def read_outline(path: str | Path, architecture: ModuleType, config: ModelConfig) -> CausalLM:
+def _with_activations(value: Any, activation_dtype: ActivationDtype) -> Any:
+    """Says to what products round the inputs of a weight, if it is quantised."""
+    is_quantised = isinstance(value, QuantizedWeight)
+    return replace(value, activation_dtype=activation_dtype) if is_quantised else value
+
+
+def _outline(source: Source, tensors: Mapping[str, Tensor], dtype: Any, kind: str) -> Any:
+    """Returns what `_made` would, with shapes instead of arrays. It reads no values."""
+
+    def kept(tensor: Tensor) -> Any:
+        if kind != "bfloat16" and isinstance(tensor, ScaledTensor):
+            return QuantizedWeight((tensor.outline(),), np.dtype(dtype))
+        return jax.ShapeDtypeStruct(tensor.shape, dtype)
+
+    def make(given: Sequence[Any]) -> Any:
+        is_changed = [kind == "fp8" and _is_quantised_while_reading(name) for name in source.names]
+        pairs = zip(given, is_changed, strict=True)
+        return source.make(
+            quantize(each) if changed and not isinstance(each, QuantizedWeight) else each for each, changed in pairs
+        )
+
+    given = [kept(tensors[name]) for name in source.names]
+    try:
+        return jax.eval_shape(make, given)
+    except UnlikeError:
+        return None
+
+
+def read_product(
+    path: str | Path,
+    names: Sequence[str],
+    dtype: str,
+    *,
+    weights_dtype: str = "file",
+    activation_dtype: str | None = None,
+) -> jax.Array | QuantizedWeight:
+    """Reads the weight of one product from a model directory, for a model that is not of this library.
+
+    Args:
+        path: The model directory, of any architecture.
+        names: Names of tensors [outputs, inputs], without a prefix such as `language_model.`: see `find_tensors`. They lie
+            one below the other in the result.
+        dtype: The dtype of the product: "float32", "bfloat16" or "float16".
+        weights_dtype: See `load_model`.
+        activation_dtype: See `load_model`.
+
+    Returns:
+        The weight [outputs of all, inputs] on the default device, for `pallas_kernels.linear`: a `QuantizedWeight` if some
+        of it is quantised.
+
+    Raises:
+        ValueError: a tensor is missing, has another number of inputs, or holds values that are not finite or scales that are
+            not positive, or a file is missing or broken. It is named.
+    """
+    values.choice("weights_dtype", weights_dtype, WEIGHTS_DTYPES)
+    values.choice("dtype", dtype, tuple(_DTYPES.values()))
+    tensors = find_tensors(path)
+    is_list = isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0
+    values.require(is_list, "names", "a list of names of tensors", names)
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise ValueError(f"tensor {missing[0]!r} is missing, in {str(path)!r}")
+    shapes = [tensors[name].shape for name in names]
+    outputs = sum(shape[0] for shape in shapes)
+    wanted = jax.ShapeDtypeStruct((outputs, *shapes[0][1:]), dtype)
+    read = _read(parts(names), tensors, wanted, True, weights_dtype)
+    return _with_activations(read, _activation_dtype(path, activation_dtype))
+
+
+def read_outline(
+    path: str | Path, architecture: ModuleType, config: ModelConfig, *, weights_dtype: str = "bfloat16"
+) -> CausalLM:
     """Makes an architecture's model with shapes instead of weights, from the headers of the files: see `read_weights`.
 
     A head beside tied embeddings counts as equal to them, because only its values can show that it is not.
@@ -263,21 +417,55 @@ def read_outline(path: str | Path, architecture: ModuleType, config: ModelConfig
             missing or broken. It is named.
     """
     tensors = find_tensors(path)
+    values.choice("weights_dtype", weights_dtype, WEIGHTS_DTYPES)
+    activations = _activation_dtype(path, None)
     plan = _plan(Path(path), architecture, _adapted(architecture, config, tensors), tensors)
-    return nnx.merge(plan.graph, nnx.from_flat_state(list(plan.variables.items())))
+    shapes = []
+    for place, variable in plan.variables.items():
+        kind, source = plan.kind(place, weights_dtype), plan.sources[place]
+        made = None
+        if kind == "fp8" or any(isinstance(plan.tensors[name], ScaledTensor) for name in source.names):
+            made = _outline(source, plan.tensors, variable.dtype, kind) if kind != "bfloat16" else None
+        is_quantised = isinstance(made, QuantizedWeight) and made.shape == variable.shape
+        shapes.append((place, variable.replace(_with_activations(made, activations)) if is_quantised else variable))
+    return nnx.merge(plan.graph, nnx.from_flat_state(shapes))
+
+
+def _quantisation_fields(blocks: set[tuple[int, int] | None], plain: Sequence[str]) -> dict[str, Any]:
+    """Returns the field of config.json that says how weights are quantised.
+
+    Args:
+        blocks: The sizes of their blocks; None is a scale per channel or per tensor, which the shape of the scales tells.
+        plain: The modules whose weights are not quantised.
+
+    Raises:
+        ValueError: there are several sizes of blocks.
+    """
+    sizes = sorted(block for block in blocks if block is not None)
+    if len(sizes) > 1:
+        raise ValueError(f"save_weights: quantised weights must have blocks of one size, got {sizes}")
+    fields = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic")
+    return {
+        "quantization_config": fields
+        | {"weight_block_size": list(sizes[0]) if sizes else None, "modules_to_not_convert": list(plain)}
+    }
 
 
 def save_weights(model: CausalLM, architecture: ModuleType, path: str | Path) -> None:
     """Writes a model directory of Hugging Face: config.json and model.safetensors. It is created if it does not exist.
 
+    Quantised weights are written as they are, with their scales, as published FP8 files hold them. The files say that inputs
+    are quantised too (`activation_scheme`), because other loaders know no other kind.
+
     Raises:
-        ValueError: a parameter of the model is not made from tensors of its own, or is split over devices; or the
-            directory has an index of weights in other files, which would be loaded instead. Nothing is written.
+        ValueError: a parameter of the model is not made from tensors of its own, or is split over devices; quantised weights
+            have several sizes of blocks; or the directory has an index of weights in other files, which would be loaded
+            instead. Nothing is written.
     """
     path = Path(path)
     if (path / INDEX).exists():
         raise ValueError(f"save_weights: path must be a directory without {INDEX}, got {str(path)!r}")
-    sizes, tensors = _sizes(model), {}
+    sizes, tensors, blocks, plain = _sizes(model), {}, set(), []
     for place, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name = ".".join(map(str, place))
         source = architecture.sources(name, model.config)[0]
@@ -286,12 +474,24 @@ def save_weights(model: CausalLM, architecture: ModuleType, path: str | Path) ->
                 f"save_weights: every parameter must have tensors of its own, but {name!r} of "
                 f"{model.config.model_type!r} has none"
             )
-        if not variable[...].is_fully_replicated:
+        value = variable[...]
+        if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(value)):
             raise ValueError(f"save_weights: model must not be split over devices, but {name!r} is")
-        array = np.asarray(jax.device_get(variable[...]))
-        arrays = source.split(array, sizes.get(place[:-1], array.shape[:1]))
-        tensors |= {tensor: np.ascontiguousarray(part) for tensor, part in zip(source.names, arrays, strict=True)}
+        value = jax.tree.map(np.asarray, jax.device_get(value))
+        if isinstance(value, QuantizedWeight):
+            pairs = zip(source.names, value.parts, strict=True)
+        else:
+            arrays = source.split(value, sizes.get(place[:-1], value.shape[:1]))
+            pairs = zip(source.names, map(Part, arrays), strict=True)
+        for tensor, part in pairs:
+            tensors[tensor] = np.ascontiguousarray(part.values)
+            if part.scales is None:
+                plain += [tensor.removesuffix(".weight")] * tensor.endswith(".weight")
+                continue
+            tensors[tensor + _SAVED_SCALES] = np.ascontiguousarray(part.scales)
+            blocks |= {part.block} if part.scales.size > 1 and part.block != (1, part.values.shape[1]) else {None}
+    fields = model.config.to_dict() | (_quantisation_fields(blocks, plain) if blocks else {})
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
+    (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     save_file(tensors, path / "model.safetensors", metadata={"format": "np"})
     (path / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read it.

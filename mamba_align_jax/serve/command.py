@@ -80,12 +80,25 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Adds the option of a model's dtype."""
+    """Adds the options of a model's dtypes."""
     dtypes = ("auto", "float32", "bfloat16", "float16")
     text = (
         "the dtype of weights and activations; auto is that of config.json or else of the weights, and float32 on a CPU"
     )
     parser.add_argument("--dtype", choices=dtypes, default="auto", help=text)
+    add_weights_dtype(parser)
+    text = (
+        "to what products round the inputs of weights that stay FP8: fp8, or bfloat16, which leaves them as they are "
+    )
+    text += "(default: as the files say)"
+    parser.add_argument("--activation-dtype", choices=("bfloat16", "fp8"), help=text)
+
+
+def add_weights_dtype(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of how weights lie in memory: see `load_model`."""
+    text = "how weights lie in memory: those that are FP8 in the files as they are (file), others in FP8 too (fp8), or all "
+    text += "of them in the model's dtype (bfloat16) (default: %(default)s)"
+    parser.add_argument("--weights-dtype", choices=("file", "bfloat16", "fp8"), default="bfloat16", help=text)
 
 
 def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int:

@@ -39,7 +39,7 @@ REFUSED = {
     "--enforce-eager": f"steps are always compiled: {_LEAVE_OUT}; --warmup none compiles them when they are needed",
     "--trust-remote-code": f"no code of a model is run: {_LEAVE_OUT}",
     "--tokenizer": "the tokenizer is that of the model's directory",
-    "--quantization": "quantised weights are not built, but for FP8 weights, which are read as the model's dtype",
+    "--quantization": "use --weights-dtype, whose file keeps FP8 weights and whose fp8 makes them; no other kind is built",
     "--pipeline-parallel-size": "it is not built; use --tensor-parallel-size",
     "--data-parallel-size": "run several servers behind a router",
     "--enable-expert-parallel": "it is not built; --tensor-parallel-size splits experts",

@@ -28,6 +28,8 @@ from mamba_align_jax.engine.scheduling.stats import EngineStats as EngineStats
 from mamba_align_jax.engine.text.tokenizer import Tokenizer, load_tokenizer, token_ids
 from mamba_align_jax.errors import FieldError
 from mamba_align_jax.models import load_model
+from mamba_align_jax.models.weights import WeightsDtype
+from pallas_kernels.quantized import ActivationDtype
 
 
 class Engine:
@@ -108,6 +110,8 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         dtype: str | None = None,
+        weights_dtype: WeightsDtype = "bfloat16",
+        activation_dtype: ActivationDtype | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> "Engine":
         """Makes an engine over a Hugging Face directory: config.json, safetensors and perhaps tokenizer.json.
@@ -116,6 +120,8 @@ class Engine:
             path: The directory.
             config: As for the engine itself.
             dtype: The model's dtype; None keeps that of the files.
+            weights_dtype: How weights lie in memory: "bfloat16", "file" or "fp8". See `load_model`.
+            activation_dtype: To what products round the inputs of quantised weights. See `load_model`.
             progress: Called after each parameter with the number of parameters read so far and the number of all.
 
         Raises:
@@ -124,7 +130,9 @@ class Engine:
         """
         values.instance("path", path, str, Path)
         values.require(callable(progress), "progress", "a function", progress)
-        return cls(load_model(path, dtype, progress), config, tokenizer=load_tokenizer(path))
+        dtypes: Any = dict(weights_dtype=weights_dtype, activation_dtype=activation_dtype)
+        model = load_model(path, dtype, progress, **dtypes)
+        return cls(model, config, tokenizer=load_tokenizer(path))
 
     def explain(self) -> Explanation:
         """Returns what the engine has chosen and why, and what fits. `print(engine.explain())` shows it as a table."""
