@@ -78,6 +78,16 @@ def test_a_16_bit_model_runs_in_float32_on_a_cpu(capsys):
         assert json.loads(capsys.readouterr().out)["dtype"] == dtype
 
 
+def test_info_counts_the_bytes_of_weights_that_are_quantised_while_they_are_read(capsys):
+    """Of bfloat16 weights, products need half of their bytes then, and embeddings and the head as many as before."""
+    found = []
+    for weights_dtype in ("bfloat16", "fp8"):
+        assert main(["info", "--json", "--gpu-memory-gb", "80", "--weights-dtype", weights_dtype]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert [each["weights_dtype"] for each in found] == ["bfloat16", "fp8"]
+    assert 0.5 < found[1]["weight_bytes"] / found[0]["weight_bytes"] < 0.7
+
+
 def test_info_works_for_a_model_without_attention(capsys):
     assert main(["info", "--model", str(DATA / "mamba")]) == 0
     assert "3 mamba1" in capsys.readouterr().out
