@@ -13,6 +13,7 @@ from fakes.driver import ATOL, DATA, Driver
 from flax import nnx
 from models.quantised_files import PUBLISHED, compressed, quantise, write
 
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.device.model_facts import facts_of
 from mamba_align_jax.models import load_model, outline_model, qwen3_5, read_product
 from mamba_align_jax.models.quantised import read_quantisation
@@ -90,6 +91,21 @@ def test_draft_head_gives_the_drafts_of_the_arrays(tmp_path):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, model.config.hidden_size)), jnp.float32)
     mlp, wanted = (each.layers[0].mlp(each.join(x, 2 * x)) for each in (head, plain))
     np.testing.assert_array_equal(mlp, wanted)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("activation_dtype", ["bfloat16", "fp8"])
+def test_engine_generates_from_quantised_weights(tmp_path, activation_dtype):
+    """With drafts of its own head. Without rounded inputs, the tokens are those of the arrays."""
+    write_with_head(DATA / "qwen3_5_text", tmp_path)
+    dtypes = dict(weights_dtype="fp8", activation_dtype=activation_dtype)
+    config = EngineConfig(max_num_seqs=2, max_prefill_rows=2, num_speculative_tokens=1, speculation="mtp")
+    prompts, params = [[1, 2, 3], [5] * 40], SamplingParams(max_tokens=6, ignore_eos=True)
+    found = Engine.from_pretrained(tmp_path, config, **dtypes).generate(prompts, params)
+    assert [len(output.token_ids) for output in found] == [6, 6]
+    if activation_dtype == "bfloat16":
+        wanted = Engine(expanded(load_model(tmp_path, **dtypes)), config).generate(prompts, params)
+        assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
 
 
 def test_delta_nets_keep_their_gates_beside_quantised_parts():
