@@ -108,6 +108,11 @@ class QuantizedWeight:
         return len(self.shape)
 
     @property
+    def size(self) -> int:
+        """The number of weights."""
+        return math.prod(self.shape)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The outputs of each part."""
         return tuple(part.values.shape[-2] for part in self.parts)

@@ -118,7 +118,7 @@ def test_parts_lie_one_below_the_other_each_with_its_own_blocks(rng):
     weights = [QuantizedWeight((part,), np.dtype("float32")) for part in (quantised, other)]
     joined = concatenate([weights[0], plain, weights[1]])
     assert joined.sizes == (40, 7, 3)
-    assert joined.shape == (50, 50)
+    assert (joined.shape, joined.size) == ((50, 50), 2500)
     assert joined.nbytes == 40 * 50 + 4 * 9 + 7 * 50 * 4 + 3 * 50 + 4 * 3
     wanted = np.concatenate([meant(quantised), plain, meant(other)]).astype(np.float32)
     np.testing.assert_array_equal(joined.dequantize(), wanted)

@@ -104,7 +104,7 @@ class Product(Step):
         return replace(self, weight=in_k_tiles(self.weight))
 
 
-def in_k_tiles(weight: jax.Array) -> jax.Array:
+def in_k_tiles(weight: Any) -> jax.Array:
     """Return weights with an axis of K tiles: copies have at most 256 elements along an axis."""
     return weight.reshape(*weight.shape[:-1], -1, WIDTH)
 
