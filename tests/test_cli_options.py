@@ -27,7 +27,7 @@ speculative-config:
 def found(monkeypatch):
     """The options with which a command would have served."""
     found = []
-    monkeypatch.setattr(cli, "find_model", lambda model, revision: (BYTE_MODEL, model))
+    monkeypatch.setattr(cli, "find_model", lambda model, revision, outlines: (BYTE_MODEL, model))
     monkeypatch.setattr("mamba_align_jax.serve.command.run", lambda options, load: found.append(options) or 0)
     return found
 
