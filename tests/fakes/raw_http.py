@@ -33,11 +33,17 @@ def read_answer(connection):
     """Reads one answer, which may come in parts, and leaves the connection open."""
     data = b""
     while not (end := data.find(b"\r\n\r\n")) + 1:
-        data += connection.recv(2**16)
+        data += _more(connection)
     length = int(re.search(rb"content-length: (\d+)", data).group(1))
     while len(data) < end + 4 + length:
-        data += connection.recv(2**16)
+        data += _more(connection)
     return data
+
+
+def _more(connection):
+    part = connection.recv(2**16)
+    assert part, "the connection was closed before the answer was complete"
+    return part
 
 
 def status_and_code(data):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -27,6 +28,14 @@ def ask(served, path):
         return client.get(path).status_code
 
 
+@pytest.fixture(scope="module")
+def served(engine):
+    """A server that closes no connection because of the time, as a machine that does much else opens them slowly."""
+    with Served(engine, Settings(warmup="none", limits=replace(LIMITS, receive_s=3600, send_s=3600))) as served:
+        served.server.config.timeout_keep_alive = 3600
+        yield served
+
+
 @contextlib.contextmanager
 def many(served, count, sent=b""):
     with contextlib.ExitStack() as stack:
@@ -36,10 +45,22 @@ def many(served, count, sent=b""):
         yield found
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp"], ids=["nothing", "half"])
-def test_idle_connections_give_way_to_new_ones_the_oldest_first(served, sent):
+def open_connections(served):
+    return len(served.server.server_state.connections)
+
+
+@pytest.fixture
+def fresh(served):
+    """The server, once it has seen that the connections of earlier tests are closed: else they would give way."""
     served.client.close()
+    wait_until(lambda: not open_connections(served))
     served.client = served.new_client()
+    return served
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp"], ids=["nothing", "half"])
+def test_idle_connections_give_way_to_new_ones_the_oldest_first(fresh, sent):
+    served = fresh
     with many(served, LIMITS.connections + RESERVED, sent) as (first, *_, last):
         for path in PROBES:
             assert ask(served, path) == 200
@@ -50,8 +71,11 @@ def test_idle_connections_give_way_to_new_ones_the_oldest_first(served, sent):
     assert refused(served, 503, "too_many_connections") == 0
 
 
-def test_a_connection_that_has_just_been_used_does_not_give_way(served):
+def test_a_connection_that_has_just_been_used_does_not_give_way(fresh):
+    served = fresh
     with many(served, LIMITS.connections + RESERVED) as (first, *_):
+        # Those that are accepted after the first one's call are newer than it.
+        wait_until(lambda: open_connections(served) == LIMITS.connections + RESERVED)
         first.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b" 200 " in read_answer(first)
         with many(served, LIMITS.connections):
@@ -59,8 +83,16 @@ def test_a_connection_that_has_just_been_used_does_not_give_way(served):
             assert b" 200 " in read_answer(first)
 
 
-def test_calls_beyond_the_limit_are_refused_but_for_those_that_ask_how_the_process_is(engine):
-    limits = replace(LIMITS, connections=2)
+def test_calls_beyond_the_limit_are_refused_but_for_those_that_ask_how_the_process_is(engine, monkeypatch):
+    limits = replace(LIMITS, connections=2, receive_s=3600, send_s=3600)
+    step, ended = engine.step_outputs, threading.Event()
+
+    def step_until_two_run():
+        if len(engine.scheduler.running) == 2:
+            ended.wait(300)
+        return step()
+
+    monkeypatch.setattr(engine, "step_outputs", step_until_two_run)
     with Served(engine, Settings(warmup="none", limits=limits)) as served:
         served.client.close()
         served.client = served.new_client()
@@ -76,6 +108,7 @@ def test_calls_beyond_the_limit_are_refused_but_for_those_that_ask_how_the_proce
             with many(served, RESERVED + 5):
                 assert ask(served, "/health") == 200
             assert len(engine.scheduler.running) == 2
+            ended.set()
         served.wait_until_idle()
         assert ask(served, "/v1/models") == 200
 
