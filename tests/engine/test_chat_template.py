@@ -114,6 +114,7 @@ def test_parts_of_a_content_are_lines_unless_the_template_reads_them(source, tex
 )
 def test_bad_template_is_refused_and_serves_on(source, wanted):
     template = ChatTemplate("{% if messages %}" + source + "{% else %}fine{% endif %}", time_limit=0.5)
+    template._worker._patience = 300  # A busy machine may take long for the template's own half second.
     for _ in range(2):
         with pytest.raises(ValueError, match=wanted):
             template.render(CHAT)
