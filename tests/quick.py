@@ -206,6 +206,7 @@ RULES = (
     ("engine/test_logprobs.py::test_prompts_are_scored_*", first(1)),
     ("engine/test_logprobs.py::test_updates_have_each_*", nothing),
     ("engine/test_logprobs.py::test_neighbours_do_not_pay", nothing),
+    ("engine/test_masks.py::test_a_request_over_its_budget_*", only("plain", "async")),
     ("engine/test_mode_all.py::*", first(1)),
     ("engine/test_mode_all.py::test_chunk_is_shorter_*", nothing),
     ("engine/test_mode_all.py::test_evicted_states_*", nothing),

@@ -213,7 +213,8 @@ def test_grammar_may_be_compiled_in_one_thread_and_used_in_another(tokenizer, rn
     ],
 )
 def test_wrong_grammar_is_refused_by_llguidances_message(tokenizer, grammar, message):
-    engine = Engine(MODEL, EngineConfig(**SIZES), tokenizer=tokenizer)
+    # In this way of stepping other tests have compiled the programs already.
+    engine = Engine(MODEL, EngineConfig(**SIZES | STEPPING["async_drafts"]), tokenizer=tokenizer)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         engine.add_request([1], SamplingParams(max_tokens=9, grammar=grammar))
     assert not engine.has_unfinished
