@@ -4,7 +4,8 @@
 
 `test_processes.py` starts it. One process has a mesh of as many simulated devices. Process 0 serves requests and prints what
 it found as JSON. The tasks: "interrupt" interrupts steps meanwhile, "work" then generates until the process is ended, "fail"
-raises; with "differ" each process has other weights. "quick" steps in one way, and traces what a CPU runs alone.
+raises; with "differ" each process has other weights. "quick" steps in one way, moves no prefix, and traces what a CPU runs
+alone.
 """
 
 import dataclasses
@@ -50,8 +51,10 @@ def make_model(seed=1):
     return nnx.merge(graph, nnx.from_flat_state(drawn))
 
 
-def serve(make_engine, interrupts=0, steppings=(False, True)):
+def serve(make_engine, interrupts=0, steppings=(False, True), moves=True):
     """Serves requests that arrive, are aborted and preempted; returns what they got and what was counted.
+
+    Afterwards it moves a prefix, if it `moves` any.
 
     With `interrupts`, steps are interrupted by a signal at any time, which may change what is counted, and how many tokens
     a request has when it is aborted.
@@ -92,7 +95,7 @@ def serve(make_engine, interrupts=0, steppings=(False, True)):
         got = [
             (each.token_ids, each.finish_reason) for _, each in sorted(outputs.items()) if each.finish_reason != "abort"
         ]
-        found.append({"outputs": got, "stats": stats, "moved": move(engine, shared)})
+        found.append({"outputs": got, "stats": stats} | ({"moved": move(engine, shared)} if moves else {}))
     return found, engine
 
 
@@ -127,22 +130,22 @@ def main(coordinator, num_processes, process_id, devices_each, *tasks):
         buckets.Bucket(self.align.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens, FULL)
     ]
     runner.StepRunner.buckets = property(one)
-    steppings = (False, True)
+    ways = dict(steppings=(False, True), moves=True)
     if "quick" in tasks:
-        steppings = (True,)
+        ways = dict(steppings=(True,), moves=False)
         jax.lax.platform_dependent = lambda *operands, default, **others: default(*operands)
     if num_processes == 1:
         # Several processes launch no step ahead, so their steps are compared with those of one that does not, either.
         model_worker.is_slow_to_start = lambda mesh: False
         mesh, model = jax.make_mesh((devices_each,), ("tensor",)), make_model()
-        print(json.dumps(serve(lambda config: Engine(model, config, mesh=mesh), steppings=steppings)[0]))
+        print(json.dumps(serve(lambda config: Engine(model, config, mesh=mesh), **ways)[0]))
         return
     with Processes(coordinator, num_processes, process_id) as processes:
         model = make_model(seed=1 + process_id if "differ" in tasks else 1)
         if not processes.is_leader:
             processes.follow(model)
             return
-        found, engine = serve(functools.partial(processes.lead, model), int("interrupt" in tasks), steppings)
+        found, engine = serve(functools.partial(processes.lead, model), int("interrupt" in tasks), **ways)
         print(json.dumps(found), flush=True)
         if "work" in tasks:
             work(engine)

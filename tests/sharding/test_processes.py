@@ -89,7 +89,7 @@ def found_by_one(num_devices, *tasks):
         results = found(one.wait())
     assert all(each["stats"]["hit_requests"] >= 3 and each["stats"]["aborted_requests"] for each in results)
     assert results[0]["stats"]["preemptions"]
-    assert all(each["moved"] == [32, 32, True, True] for each in results)
+    assert all(each.get("moved") == (None if "quick" in tasks else [32, 32, True, True]) for each in results)
     return results
 
 
