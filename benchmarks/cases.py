@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol, TypeVar
 
+import jax
+
 from benchmarks.rows import Row, append, facts
-from pallas_kernels import Implementation, Run
+from pallas_kernels import Implementation, QuantizedWeight, Run, quantize
 
 
 class Named(Protocol):
@@ -70,6 +72,18 @@ def options_parser(description: str | None, *, budget: float, tune: str = TUNE) 
     parser.add_argument("--json", help="append one JSON row per measurement to this file")
     parser.add_argument("--commit", default="unknown")
     return parser
+
+
+def add_weights_dtype(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the option of the dtype in which weights are stored. Returns the parser."""
+    text = "the dtype of stored weights, e4m3 in blocks of 128 x 128 for fp8; default: that of the case"
+    parser.add_argument("--weights-dtype", choices=("fp8",), help=text)
+    return parser
+
+
+def stored(weight: jax.Array, weights_dtype: str | None) -> jax.Array | QuantizedWeight:
+    """Returns a weight as the option of `add_weights_dtype` wants it."""
+    return weight if weights_dtype is None else jax.jit(quantize)(weight)
 
 
 def implementations(tuned: dict[str, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:

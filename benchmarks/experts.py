@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cases import TUNE, options_parser, run_cases
+from benchmarks.cases import TUNE, add_weights_dtype, options_parser, run_cases, stored
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
 from benchmarks.workloads.mixture_of_experts import QWEN_CASES, Case
 from pallas_kernels import Routing, Run, choose_experts, mixture_of_experts
 from pallas_kernels.mixture_of_experts.config import Config, Product
+from pallas_kernels.quantized import dequantized
 
 FLOPS_PER_US = 790e6  # of a large bfloat16 product on one H200
 TURNS = 8  # calls, of which each has other experts
@@ -50,11 +51,11 @@ class Setup:
         """The least time of a call, for a copy rate in bytes per microsecond."""
         case = self.case
         expert = case.hidden * (case.up_size + case.size)
-        size = self.weights["up"].dtype.itemsize * expert * self.chosen
+        size = sum(self.weights[name].nbytes for name in ("up", "down")) / case.experts * self.chosen
         return max(size / copy_rate, 2 * case.tokens * case.top_k * expert / FLOPS_PER_US)
 
 
-def prepare(case: Case) -> Setup:
+def prepare(case: Case, weights_dtype: str | None = None) -> Setup:
     """Draws a case's arrays on the device. The router's logits are random, and other ones in each turn."""
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -63,8 +64,8 @@ def prepare(case: Case) -> Setup:
 
     keys = jax.random.split(jax.random.key(0), 3 + TURNS)
     weights = dict(
-        up=draw(keys[0], (case.experts, case.up_size, case.hidden), case.hidden**-0.5),
-        down=draw(keys[1], (case.experts, case.hidden, case.size), case.size**-0.5),
+        up=stored(draw(keys[0], (case.experts, case.up_size, case.hidden), case.hidden**-0.5), weights_dtype),
+        down=stored(draw(keys[1], (case.experts, case.hidden, case.size), case.size**-0.5), weights_dtype),
         x=draw(keys[2], (case.tokens, case.hidden), 1.0),
     )
     turns, distinct = [], []
@@ -111,7 +112,8 @@ def sampled_error(setup: Setup, out: jax.Array) -> float:
         product = functools.partial(jnp.einsum, "knh,kh->kn", precision="highest")
 
         def of_token(token):
-            chosen, wide = arguments["chosen"][token], lambda array: array.astype(jnp.float32)
+            chosen = arguments["chosen"][token]
+            wide = lambda array: dequantized(array).astype(jnp.float32)
             x = jnp.broadcast_to(wide(arguments["x"][token]), (case.top_k, case.hidden))
             middle = product(wide(arguments["up"][chosen]), x)
             if case.activation == "swiglu":
@@ -158,8 +160,16 @@ def microseconds(launch: Callable[[], Any]) -> Row:
     return {key: round(statistics.median(each[key] for each in rounds), 2) for key in rounds[0]}
 
 
-def tuned(case: Case) -> list[Config]:
+def tuned(case: Case, weights_dtype: str | None = None) -> list[Config]:
     """The configurations that `--tune` tries. Each has the same sizes for both products, whose times are apart."""
+    if weights_dtype is not None:
+        few = case.tokens * case.top_k <= 8 * case.experts
+        columns, stages = (16, 32, 64, 128), (3, 4, 6)
+        tries = [(16, each, 4, stage) for each in columns for stage in stages] if few else []
+        tries += [(16, 64, 8, 5), (16, 128, 8, 4)] if few else []
+        tries += [(rows, each, warps, 3) for rows in (64, 128) for each in (64, 128) for warps in (4, 8) if not few]
+        products = [(rows, Product(each, 128, warps, stage)) for rows, each, warps, stage in tries]
+        return [Config(rows, product, product) for rows, product in products]
     if case.tokens * case.top_k <= 8 * case.experts:
         products = [
             (16, 256, 4, 4),
@@ -191,24 +201,32 @@ def short(config: Config) -> str:
     return f"m{config.rows}_{of(config.up)}{down}"
 
 
-def candidates_of(case: Case, tune: bool, interpret: bool = False) -> dict[str, Candidate]:
+def candidates_of(
+    case: Case, tune: bool, interpret: bool = False, weights_dtype: str | None = None
+) -> dict[str, Candidate]:
     """Named functions that compute a case, or choose its experts."""
     xla, triton = Run(implementation="xla"), Run(implementation="triton", interpret=interpret)
     by = lambda run: functools.partial(call, case, run=run)
     found: dict[str, Candidate] = {"triton": by(triton)}
     if tune:
-        return found | {short(c): by(dataclasses.replace(triton, config=c)) for c in tuned(case)}
+        return found | {short(c): by(dataclasses.replace(triton, config=c)) for c in tuned(case, weights_dtype)}
     found["router triton"] = functools.partial(route, case, run=triton)
     found["router xla"] = functools.partial(route, case, run=xla)
     found["xla"] = by(xla)
-    if case.tokens <= RAGGED_TOKENS and case.activation == "swiglu":
+    if case.tokens <= RAGGED_TOKENS and case.activation == "swiglu" and weights_dtype is None:
         found["ragged_dot"] = functools.partial(ragged, case)
     return found
 
 
-def measure(case: Case, candidates: dict[str, Candidate], time_it: bool, copy_rate: float = 4.27e6) -> list[Row]:
+def measure(
+    case: Case,
+    candidates: dict[str, Candidate],
+    time_it: bool,
+    copy_rate: float = 4.27e6,
+    weights_dtype: str | None = None,
+) -> list[Row]:
     """One row per candidate: its error, whether its bits are the first one's, and its times if it is right."""
-    setup = prepare(case)
+    setup = prepare(case, weights_dtype)
     rows: list[Row] = []
     first = None
     with ThreadPoolExecutor(8 if time_it else 1) as pool:
@@ -217,6 +235,7 @@ def measure(case: Case, candidates: dict[str, Candidate], time_it: bool, copy_ra
         wait(built.values())
         for name, future in built.items():
             row: Row = {"case": case.name, "candidate": name, "experts": setup.chosen}
+            row |= {} if weights_dtype is None else {"weights_dtype": weights_dtype}
             rows.append(row)
             try:
                 launch = future.result()
@@ -241,11 +260,13 @@ def measure(case: Case, candidates: dict[str, Candidate], time_it: bool, copy_ra
 
 
 def main() -> None:
-    options = options_parser(__doc__, budget=280, tune=f"{TUNE} instead of the other paths").parse_args()
+    parser = options_parser(__doc__, budget=280, tune=f"{TUNE} instead of the other paths")
+    options = add_weights_dtype(parser).parse_args()
     rate = copy_bandwidth()
 
     def run(case: Case) -> list[Row]:
-        rows = measure(case, candidates_of(case, options.tune), time_it=True, copy_rate=rate)
+        candidates = candidates_of(case, options.tune, weights_dtype=options.weights_dtype)
+        rows = measure(case, candidates, time_it=True, copy_rate=rate, weights_dtype=options.weights_dtype)
         return sorted(rows, key=lambda row: row.get("us", math.inf), reverse=options.tune)
 
     run_cases(options, QWEN_CASES, run)

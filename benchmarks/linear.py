@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cases import options_parser, run_cases
+from benchmarks.cases import add_weights_dtype, options_parser, run_cases, stored
 from benchmarks.rows import Row
 from benchmarks.timing import copy_bandwidth, kernel_times
 from benchmarks.workloads.linear import CASES, Case
-from pallas_kernels import Run, linear, linear_sums
+from pallas_kernels import QuantizedWeight, Run, linear, linear_sums
 from pallas_kernels.linear.config import Config, default_config
 
 ROTATION_BYTES = 10 * 60 * 2**20  # ten times an H200's L2, which keeps some of what three times its size brings
@@ -47,8 +47,24 @@ TRIED = (
 )
 
 
-def tuned(case: Case) -> list[Config]:
+# outputs, shares, warps, stages; tiles have the 128 inputs of a block
+TRIED_IN_FP8 = (
+    *itertools.product((16, 32), (1, 2, 4), (4,), (4, 6, 8)),
+    *itertools.product((64,), (1, 2, 4), (4, 8), (4, 6)),
+    *itertools.product((128,), (1, 4), (4, 8), (3, 5)),
+)
+
+
+def tuned(case: Case, weights_dtype: str | None = None) -> list[Config]:
     """The configurations that `--tune` tries: those that fit into shared memory and have enough programs."""
+    if weights_dtype is not None:
+        tile, found = min(64, max(16, case.tokens)), []
+        for outputs, shares, warps, stages in TRIED_IN_FP8:
+            programs = -(-case.outputs // (1 + case.is_gated) // outputs) * shares
+            shared = stages * 128 * (2 * tile + outputs * (1 + case.is_gated))
+            if (shares == 1 or case.is_summed) and shared <= SHARED_BYTES and 72 <= programs <= 4000:
+                found.append(Config(tile, outputs, 128, shares, warps, stages))
+        return found
     if case.tokens == 1:
         return tuned_for_one(case)
     tile, found = max(16, case.tokens), []
@@ -81,10 +97,11 @@ def call(case: Case, x: jax.Array, weight: jax.Array, run: Run) -> jax.Array:
     return linear(x, weight, is_gated=case.is_gated, out_dtype=case.out_dtype, run=run)[0]
 
 
-def sampled_error(case: Case, x: jax.Array, weight: jax.Array, out: jax.Array) -> float:
+def sampled_error(case: Case, x: jax.Array, weight: jax.Array | QuantizedWeight, out: jax.Array) -> float:
     """||out - wanted|| / ||wanted|| of a sample of the outputs, wanted being float64's."""
     width = case.outputs // (1 + case.is_gated)
     sample = np.unique(np.linspace(0, width - 1, SAMPLES).astype(int))
+    weight = weight.dequantize("float32") if isinstance(weight, QuantizedWeight) else weight
     exact = lambda array: np.asarray(array.astype(jnp.float32), np.float64)
     got = exact(out)[..., sample]
     got = got.sum(axis=0) if case.is_summed else got
@@ -94,14 +111,16 @@ def sampled_error(case: Case, x: jax.Array, weight: jax.Array, out: jax.Array) -
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
-def measure(case: Case, tune: bool, rate: float) -> list[Row]:
+def measure(case: Case, tune: bool, rate: float, weights_dtype: str | None = None) -> list[Row]:
     """One row per candidate, the fastest first."""
-    size = jnp.dtype(case.weight_dtype).itemsize * case.inputs * case.outputs
+    bytes_each = 1 if weights_dtype == "fp8" else jnp.dtype(case.weight_dtype).itemsize
+    size = bytes_each * case.inputs * case.outputs
     count = max(2, math.ceil(ROTATION_BYTES / size))
     keys = jax.random.split(jax.random.key(0), count + 1)
     x = jax.random.normal(keys[0], (case.tokens, case.inputs), case.dtype)
     draw = jax.jit(lambda key: jax.random.normal(key, (case.outputs, case.inputs), case.weight_dtype))
-    weights = [draw(key) * jnp.asarray(case.inputs**-0.5, case.weight_dtype) for key in keys[1:]]
+    scaled = lambda key: draw(key) * jnp.asarray(case.inputs**-0.5, case.weight_dtype)
+    weights = [stored(scaled(key), weights_dtype) for key in keys[1:]]
 
     def turn(x: jax.Array, weights: list[jax.Array], run: Run) -> list[jax.Array]:
         outs = []
@@ -113,7 +132,9 @@ def measure(case: Case, tune: bool, rate: float) -> list[Row]:
 
     candidates = {"xla": Run(implementation="xla"), "triton": Run(implementation="triton")}
     if tune:
-        candidates |= {short(config): Run(implementation="triton", config=config) for config in tuned(case)}
+        candidates |= {
+            short(config): Run(implementation="triton", config=config) for config in tuned(case, weights_dtype)
+        }
     rows = []
     with ThreadPoolExecutor(12) as pool:
         build = lambda run: jax.jit(functools.partial(turn, run=run)).lower(x, weights).compile()
@@ -122,6 +143,7 @@ def measure(case: Case, tune: bool, rate: float) -> list[Row]:
         wait(built.values())
         for name, future in built.items():
             row: Row = {"case": case.name, "candidate": name}
+            row |= {} if weights_dtype is None else {"weights_dtype": weights_dtype}
             rows.append(row)
             try:
                 run = functools.partial(future.result(), x, weights)
@@ -139,10 +161,11 @@ def measure(case: Case, tune: bool, rate: float) -> list[Row]:
 
 
 def main() -> None:
-    options = options_parser(__doc__, budget=280).parse_args()
+    options = add_weights_dtype(options_parser(__doc__, budget=280)).parse_args()
     rate = copy_bandwidth()
     cases = [case for case in CASES if case.dtype == "bfloat16"]
-    run_cases(options, cases, lambda case: measure(case, options.tune, rate), copy_rate=rate, shown=SHOWN)
+    run = lambda case: measure(case, options.tune, rate, options.weights_dtype)
+    run_cases(options, cases, run, copy_rate=rate, shown=SHOWN)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def kernel(refs: pt.Refs, *, config: Config, parts: Sequence[int], is_gated: boo
     A tile for tensor cores has 16 tokens and passes through SMEM. Here weights go from GMEM to the registers in which they
     are multiplied, and all loads of a program are issued before its first multiplication.
     """
-    num_inputs, num_outputs = refs.x.shape[1], refs.weight.shape[0]
+    num_inputs, num_outputs = refs.x.shape[1], refs.values0.shape[0]
     width = num_outputs // (1 + is_gated)
     split = pt.program_id(2)
     output, output_exists = pt.lanes(pt.program_id(1), config.outputs, width)
@@ -31,7 +31,7 @@ def kernel(refs: pt.Refs, *, config: Config, parts: Sequence[int], is_gated: boo
         return pt.load(ref) if is_full else pt.load(ref, mask=mask, other=0.0)
 
     def tile(row, index, exists):
-        return take(refs.weight.at[row[:, None], index[None, :]], output_exists[:, None] & exists[None, :])
+        return take(refs.values0.at[row[:, None], index[None, :]], output_exists[:, None] & exists[None, :])
 
     weights = [[tile(row, *block) for block in blocks] for row in rows]
     x = [take(refs.x.at[0, index], exists) for index, exists in blocks]

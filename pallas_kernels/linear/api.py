@@ -11,7 +11,7 @@ from pallas_kernels._run_op import run_op
 from pallas_kernels.dispatch import Run
 from pallas_kernels.linear import pallas_triton, xla
 from pallas_kernels.linear.config import MAX_TOKENS, Config, Options, default_config
-from pallas_kernels.quantized import QuantizedWeight, not_an_array
+from pallas_kernels.quantized import QuantizedWeight
 
 
 @checked
@@ -37,7 +37,9 @@ def linear(
     Numerics: sums are float32, and so are bias and gate until the result is rounded once. If results of more than
     `MAX_TOKENS` tokens have the weights' dtype, "xla" rounds products to it before bias and gate. float32 products are
     three products of tf32 in "triton", or float32 FMAs in its kernel of a single token, and Precision.HIGHEST in "xla".
-    There is no derivative.
+    There is no derivative. A quantised weight with activation_dtype "fp8" is multiplied by inputs that are rounded to FP8
+    per token and 128 channels: by "mosaic_gpu", whose products are rounded to the weights' dtype before bias and gate, in
+    float32 by "xla", and not by "triton".
 
     Args:
         x: Inputs.
@@ -48,14 +50,14 @@ def linear(
         is_gated: Whether the result is silu(gate) * up.
         parts: Sizes of the results, whose columns lie side by side in y, or in silu(gate) * up. None is one result.
         out_dtype: Dtype of the results; None is the weights' dtype.
-        run: How it runs: by "xla" or "triton", with a `Config` for the Triton kernel.
+        run: How it runs: by "xla", "triton" or "mosaic_gpu", with a `Config` for the Triton kernel.
 
     Returns:
         One array [tokens, size] for each of `parts`.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `run` names "triton" and the kernel cannot run these arguments.
+        UnsupportedError: if `run` names "triton" or "mosaic_gpu" and its kernel cannot run these arguments.
     """
     outputs, run = weight.shape[0], run.checked("linear", Config)
     _check_dtypes("linear", x, weight)
@@ -68,10 +70,11 @@ def linear(
     return run_op(
         "linear",
         (x, weight, bias),
-        _run_of(x, run),
+        _run_of(x, weight, run),
         xla=xla.linear,
         triton=pallas_triton.linear,
-        unsupported=pallas_triton.unsupported(x) or not_an_array(weight),
+        unsupported=pallas_triton.unsupported(x, weight, is_gated=is_gated),
+        sm90="pallas_kernels.linear.sm90",
         options=Options(is_gated, parts, dtype),
     )
 
@@ -99,22 +102,28 @@ def linear_sums(
     if x.shape[0] == 0:
         return jnp.zeros((1, 0, weight.shape[0]), jnp.float32)
     splits = 1
-    if run.implementation is not None or x.shape[0] <= MAX_TOKENS:
+    if not _is_rounding(weight) and (run.implementation is not None or x.shape[0] <= MAX_TOKENS):
         splits = (run.config or default_config(x, weight, is_summed=True)).shares
     return run_op(
         "linear_sums",
         (x, weight),
-        _run_of(x, run),
+        _run_of(x, weight, run),
         xla=xla.linear_sums,
         triton=pallas_triton.linear_sums,
-        unsupported=pallas_triton.unsupported(x) or not_an_array(weight),
+        unsupported=pallas_triton.unsupported(x, weight, is_gated=False),
+        sm90="pallas_kernels.linear.sm90",
         splits=splits,
     )
 
 
-def _run_of(x: jax.Array, run: Run) -> Run:
-    """Return how a product of these inputs runs: by XLA, if there are many tokens and no implementation is named."""
-    is_large = run.implementation is None and x.shape[0] > MAX_TOKENS
+def _is_rounding(weight: jax.Array | QuantizedWeight) -> bool:
+    """Return whether products by a weight round their inputs to FP8."""
+    return isinstance(weight, QuantizedWeight) and weight.activation_dtype == "fp8"
+
+
+def _run_of(x: jax.Array, weight: jax.Array | QuantizedWeight, run: Run) -> Run:
+    """Return how a product runs: by XLA, if there are many tokens in 16 bits or more and no implementation is named."""
+    is_large = run.implementation is None and x.shape[0] > MAX_TOKENS and not _is_rounding(weight)
     return replace(run, implementation="xla") if is_large else run
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from pallas_kernels import device
+from pallas_kernels import _weight_tiles, device
 from pallas_kernels._check import LaunchConfig
 from pallas_kernels.quantized import QuantizedWeight
 
@@ -75,6 +75,8 @@ def default_config(
     shared memory, fewer blocks of inputs are in flight. Of the arrays, only shapes and dtypes are used. If `is_summed`, the
     op that reads the product adds up its partial sums; if not, they take a launch of their own.
     """
+    if isinstance(weight, QuantizedWeight):
+        return _of_quantized(x, weight, is_gated=is_gated)
     (num_tokens, num_inputs), num_outputs, itemsize = x.shape, weight.shape[0], weight.dtype.itemsize
     # Products of fewer outputs take split-K, and tiles of more outputs keep the memory busy anyhow.
     if num_tokens == 1 and not is_summed and 32 * _PROGRAMS // 2 < num_outputs < 64 * 8 * _PROGRAMS:
@@ -109,3 +111,20 @@ def default_config(
     block_bytes = (tokens + (1 + is_gated) * outputs) * inputs * itemsize
     num_stages = min(num_stages, 1 + device.shared_bytes() // block_bytes)
     return Config(tokens, outputs, inputs, splits, num_warps, num_stages)
+
+
+def _of_quantized(x: jax.Array | jax.ShapeDtypeStruct, weight: QuantizedWeight, *, is_gated: bool) -> Config:
+    """Return the configuration for a quantised weight, whose tiles of inputs lie within its blocks."""
+    num_tokens, (num_outputs, num_inputs) = x.shape[0], weight.shape
+    tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
+    inputs = max(16, _weight_tiles.depth(weight, 128))
+    outputs, splits = 64 if tokens == 64 and not is_gated else 32, 1
+    width = num_outputs // (1 + is_gated)
+    while (
+        not is_gated and splits < 4 and width // outputs * splits < _PROGRAMS // 2 and num_inputs > 2 * splits * inputs
+    ):
+        splits *= 2
+    block_bytes = tokens * inputs * x.dtype.itemsize + (1 + is_gated) * outputs * inputs * _weight_tiles.itemsize(
+        weight
+    )
+    return Config(tokens, outputs, inputs, splits, 4, min(4, 1 + device.shared_bytes() // block_bytes))

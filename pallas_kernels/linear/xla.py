@@ -15,26 +15,27 @@ def linear(
 ) -> tuple[jax.Array, ...]:
     """See api.py."""
     x = x.astype(weight.dtype)
-    total = _product(x, weight, _dtype(x) if options.out_dtype == x.dtype else jnp.float32)
+    total = product(x, weight, dtype_of_sums(x) if options.out_dtype == x.dtype else jnp.float32)
     return finish(total.astype(jnp.float32), bias, options)
 
 
 def linear_sums(x: jax.Array, weight: jax.Array | QuantizedWeight, *, splits: int) -> jax.Array:
     """See api.py."""
     x = x.astype(weight.dtype)
-    total = _product(x, weight, _dtype(x))[None]
+    total = product(x, weight, dtype_of_sums(x))[None]
     return total if splits == 1 else jnp.pad(total, ((0, splits - 1), (0, 0), (0, 0)))
 
 
-def _dtype(x: jax.Array) -> jnp.dtype:
+def dtype_of_sums(x: jax.Array) -> jnp.dtype:
     """Return the dtype of a product. cuBLAS rounds products of many tokens, because writing float32 would take long."""
     return x.dtype if x.shape[0] > MAX_TOKENS else jnp.dtype(jnp.float32)
 
 
-def _product(x: jax.Array, weight: jax.Array | QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
+def product(x: jax.Array, weight: jax.Array | QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
+    """Return x weight^T in a dtype, [tokens, outputs]."""
     if isinstance(weight, QuantizedWeight) and weight.activation_dtype == "fp8":
         pairs = operands(x, weight)
-        return jnp.concatenate([_product(*pair, jnp.dtype(jnp.float32)) for pair in pairs], axis=1).astype(dtype)
+        return jnp.concatenate([product(*pair, jnp.dtype(jnp.float32)) for pair in pairs], axis=1).astype(dtype)
     # XLA would else fuse the producer of x into the product, which then is slower than cuBLAS.
     x = jax.lax.optimization_barrier(x)
     return jax.lax.dot_general(

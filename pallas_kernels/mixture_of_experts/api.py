@@ -22,7 +22,7 @@ from pallas_kernels.mixture_of_experts import _router, pallas_triton, xla
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
 from pallas_kernels.mixture_of_experts.config import Config
 from pallas_kernels.mixture_of_experts.routing import Routing
-from pallas_kernels.quantized import QuantizedWeight, not_an_array
+from pallas_kernels.quantized import QuantizedWeight
 
 
 @checked
@@ -116,7 +116,7 @@ def mixture_of_experts(
         run,
         xla=xla.mixture_of_experts,
         triton=pallas_triton.mixture_of_experts,
-        unsupported=pallas_triton.unsupported(x) or not_an_array(up, down),
+        unsupported=pallas_triton.unsupported(x, up, down, activation),
         activation=activation,
         out_dtype=dtype,
     )
@@ -150,7 +150,7 @@ def mixture_of_experts_sums(
         run,
         xla=xla.mixture_of_experts_sums,
         triton=pallas_triton.mixture_of_experts_sums,
-        unsupported=pallas_triton.unsupported(x) or not_an_array(up, down),
+        unsupported=pallas_triton.unsupported(x, up, down, activation),
         activation=activation,
     )
 
@@ -189,7 +189,7 @@ def routed_experts_sums(
         run,
         xla=xla.routed_experts_sums,
         triton=pallas_triton.routed_experts_sums,
-        unsupported=pallas_triton.unsupported(x) or not_an_array(up, down),
+        unsupported=pallas_triton.unsupported(x, up, down, activation),
         routing=routing,
         activation=activation,
     )

@@ -2,13 +2,15 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._dot import dot
+from pallas_kernels import _weight_tiles as weight_tiles
+from pallas_kernels._check import require
 from pallas_kernels.dispatch import Run
 from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
@@ -17,15 +19,18 @@ from pallas_kernels.mixture_of_experts._tiles import tiles_by_kernels
 from pallas_kernels.mixture_of_experts.config import Config, Product, config_of_one_token, default_config
 from pallas_kernels.mixture_of_experts.routing import Routing
 from pallas_kernels.mixture_of_experts.xla import weighted_sum
+from pallas_kernels.quantized import QuantizedWeight
 
 _BLOCK = 128  # pairs per iteration of the search for a program's tile
 
 
-def unsupported(x) -> str | None:
+def unsupported(x, up, down, activation: str) -> str | None:
     """Return why the kernels cannot run these arguments, or None if they can."""
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"x must be float32, bfloat16 or float16, got {x.dtype}"
-    return None
+    if len(weight_tiles.parts_of(down)) > 1:
+        return "a quantised down must have one part"
+    return weight_tiles.unsupported((up, ACTIVATIONS[activation].projections), (down, 1))
 
 
 class _Tile(NamedTuple):
@@ -98,10 +103,10 @@ def _sorted_tile(refs, experts: int) -> _Tile:
 def _kernel(
     refs,
     *,
+    columns: weight_tiles.Columns,
     config: Config,
     product: Product,
     pairs_per_input: int,
-    projections: int,
     activate: Callable[..., jax.Array],
     interpret: bool,
 ):
@@ -110,9 +115,8 @@ def _kernel(
     `refs.out` is [choices, pairs / choices, outputs]. With `refs.factors`, each pair's result is multiplied by its factor,
     and the result of a pair without an expert is 0.
     """
-    experts, outputs, inputs = refs.weights.shape
-    outputs = outputs // projections
-    depth = min(product.depth, max(16, pt.power_of_two(inputs)))
+    experts, _, inputs = refs.values0.shape
+    outputs, depth = columns.size, min(product.depth, max(16, pt.power_of_two(inputs)))
     is_sorted = refs.order is not None
     tile = _sorted_tile(refs, experts) if is_sorted else _own_tile(refs, config.rows, experts)
     column, is_column = pt.lanes(pt.program_id(0), product.columns, outputs)
@@ -155,13 +159,15 @@ def _kernel(
         def advance(block, sums):
             channel = block * depth + lane
             x = load(refs.x, (source,), exists, channel)
-            return [
-                sum_ + dot(x, load(refs.weights, (tile.expert, projection * outputs + column), is_column, channel),
-                           contract=(1, 1), interpret=interpret)
-                for projection, sum_ in enumerate(sums)
-            ]  # fmt: skip
+            found = []
+            for sum_, place in zip(sums, columns.places, strict=True):
+                row = place.first + column
+                values = load(getattr(refs, f"values{place.part}"), (tile.expert, row), is_column, channel)
+                scale = weight_tiles.scale_of(refs, place, row, (tile.expert,), is_column, block, depth)
+                found.append(weight_tiles.add_product(sum_, x, values, scale, interpret))
+            return found
 
-        sums = [jnp.zeros((rows, product.columns), jnp.float32)] * projections
+        sums = [jnp.zeros((rows, product.columns), jnp.float32)] * len(columns.places)
         sums = jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-inputs // depth)), advance, sums)
         mask = exists[:, None] if is_column is None else exists[:, None] & is_column[None, :]
         mask = jnp.broadcast_to(mask, (rows, product.columns))
@@ -182,22 +188,25 @@ def _kernel(
 def _multiply(
     name: str,
     x: jax.Array,
-    weights: jax.Array,
+    weights: jax.Array | QuantizedWeight,
     product: Product,
     out: jax.ShapeDtypeStruct,
     *,
+    projections: int,
     pairs: Mapping[str, jax.Array | None],
     slots: int,
     factors: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
     """Launch a product. `pairs` describes the tiles, of which there are at most `slots`."""
+    (columns,) = weight_tiles.runs(weights, projections)
+    product = replace(product, depth=weight_tiles.depth(weights, product.depth))
     return pt.call(
-        functools.partial(_kernel, product=product, **options),
+        functools.partial(_kernel, columns=columns, product=product, **options),
         name=f"mixture_of_experts_{name}",
         # The programs of one tile are neighbours, because they share its inputs.
         grid=(-(-out.shape[2] // product.columns), slots),
-        inputs=dict(x=x, weights=weights, factors=factors, **pairs),
+        inputs=dict(x=x) | weight_tiles.operands(weights) | dict(factors=factors, **pairs),
         outputs=dict(out=out),
         num_warps=product.num_warps,
         num_stages=product.num_stages,
@@ -240,12 +249,17 @@ def _launch(
     return _multiply("down", middle, down, config.down, out, **of_down, **options)
 
 
-def _config(tokens: int, top_k: int, down: jax.Array, activation: str) -> Config:
+def _config(tokens: int, top_k: int, down: jax.Array | QuantizedWeight, activation: str) -> Config:
     """Return the default configuration for tokens that have `top_k` experts each."""
-    itemsize = down.dtype.itemsize
-    if tokens == 1:
+    itemsize = weight_tiles.itemsize(down)
+    if tokens == 1 and not isinstance(down, QuantizedWeight):
         return config_of_one_token(itemsize, ACTIVATIONS[activation].projections)
     return default_config(tokens * top_k, down.shape[0], itemsize)
+
+
+def _check(config: Config, *weights: jax.Array | QuantizedWeight) -> None:
+    is_one = config.rows == 1 and any(isinstance(weight, QuantizedWeight) for weight in weights)
+    require(not is_one, "mixture_of_experts: tiles of one row need arrays of weights")
 
 
 def routed_experts_sums(
@@ -262,6 +276,7 @@ def routed_experts_sums(
 ) -> jax.Array:
     """See api.py. There is a single token. The first product chooses its experts, and no kernel is launched for that."""
     config = run.config or _config(1, routing.chosen, down, activation)
+    _check(config, up, down)
     if config.rows > 1:
         chosen, weights = _router.triton(logits, bias, valid, routing=routing, run=run)
         return mixture_of_experts_sums(x, up, down, chosen, weights, activation=activation, run=run)
@@ -283,6 +298,7 @@ def mixture_of_experts(
 ):
     """See api.py."""
     config = run.config or _config(x.shape[0], chosen.shape[1], down, activation)
+    _check(config, up, down)
     options = dict(activation=activation, config=config, interpret=run.interpret)
     if x.shape[0] == config.rows == 1:
         choice = dict(chosen=chosen[0], factors=weights[0])
