@@ -135,7 +135,10 @@ class Form:
 
         def opening(place: int) -> list[bytes]:
             found = self.opening(place, choices[place])
-            return [] if found is None else [*json_slices(event(found, with_usage=streaming.continuous_usage))]
+            if found is None:
+                return []
+            whole = event(found, with_usage=streaming.continuous_usage)
+            return [*json_slices(whole | {"choices": iter((found,))})]
 
         def event(*parts: dict[str, Any], with_usage: bool) -> dict[str, Any]:
             written = self._object(self.event_kind, parts)
