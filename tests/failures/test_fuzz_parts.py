@@ -77,7 +77,7 @@ MAKERS = {
         request_checkpoints,
         dict(prompt=9, block_size=8, requested=(8,), junction=0, interval=None),
     ),
-    "requested_offsets": (requested_offsets, dict(wanted=(8,), prompt=9, block_size=8)),
+    "requested_offsets": (requested_offsets, dict(wanted=(8,), prompt=9, granularity=8)),
     "split_rows": (
         lambda **given: jax.eval_shape(lambda: split_rows(*begun(), **given)),
         dict(num_decode_rows=1, num_decode_tokens=3),

@@ -167,8 +167,8 @@ def test_a_grammar_that_grows_too_complex_is_the_callers_fault():
     with pytest.raises(GrammarError, match="too many expressions") as raised:
         go_on()
     with pytest.raises(Refusal, match="too many expressions") as refused:
-        _check_end(SimpleNamespace(finish_reason="error", error=raised.value))
-    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "response_format", "grammar")
+        _check_end(SimpleNamespace(finish_reason="error", error=raised.value), "tools")
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "tools", "grammar")
 
 
 @pytest.mark.parametrize("name", ["LLTokenizer", "LLMatcher"])
