@@ -86,14 +86,14 @@ def runs(weight: jax.Array | QuantizedWeight, projections: int = 1) -> tuple[Col
 
 
 def depth(weight: jax.Array | QuantizedWeight, wanted: int) -> int:
-    """Return the inputs of a tile, at most `wanted`: so many that every tile lies within one block of inputs."""
+    """Return the number of inputs of a tile, at most `wanted`, with which every tile lies in one block of inputs."""
     inputs = weight.shape[-1]
     blocks = [part.block[1] for part in parts_of(weight) if part.block is not None and part.block[1] < inputs]
     return math.gcd(wanted, *blocks)
 
 
 def unsupported(*weights: tuple[jax.Array | QuantizedWeight, int]) -> str | None:
-    """Return why kernels cannot multiply by weights with so many projections, or None if they can."""
+    """Return why kernels cannot multiply by weights, each with its number of projections, or None if they can."""
     for weight, projections in weights:
         parts = parts_of(weight)
         if isinstance(weight, QuantizedWeight) and weight.activation_dtype == "fp8":

@@ -166,7 +166,7 @@ def dequantized(weight: Any) -> Any:
 def operands(x: Any, weight: QuantizedWeight) -> list[tuple[Any, Any]]:
     """Return the float32 inputs [tokens, inputs] and weights [outputs, inputs] of each part's product.
 
-    The inputs of a quantised part are rounded to FP8. Those of other parts are not.
+    The inputs of quantised parts are rounded to FP8, and not the inputs of other parts.
     """
     # Without the barrier XLA may leave out the conversion to FP8 and back.
     rounded = jax.lax.optimization_barrier(quantize_activations(x)).dequantize(np.float32)
@@ -264,8 +264,8 @@ def scale_places(order: np.ndarray, step: int, devices: int = 1) -> tuple[np.nda
         devices: See `Part.take`.
 
     Returns:
-        The place of each new block's scale among the scales before, int [blocks], and the elements of a new block. It is
-        `step` wherever that is possible.
+        The index of each new block's scale among the scales before, int [blocks], and the number of elements of a new
+        block, which is `step` wherever that is possible.
     """
     of_block = np.asarray(order) // step
     changes = np.flatnonzero(of_block[1:] != of_block[:-1]) + 1

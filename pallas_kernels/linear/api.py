@@ -44,8 +44,8 @@ def linear(
     Args:
         x: Inputs.
         weight: Weights, in the layout of Hugging Face's files. They have x's dtype, or are float32 where x is narrower. The
-            kernel then converts x as it loads it, without a copy. A quantised weight's results are those of the array that
-            it means.
+            kernel then converts x as it loads it, without a copy. A quantised weight has the results of the array that it
+            means.
         bias: Added to the product.
         is_gated: Whether the result is silu(gate) * up.
         parts: Sizes of the results, whose columns lie side by side in y, or in silu(gate) * up. None is one result.

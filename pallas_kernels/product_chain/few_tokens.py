@@ -103,7 +103,7 @@ class FewTokens(Cta):
         super().fetch()
 
     def source(self, phase: Phase, copy: Any, matrix: Callable[[Any], Any]) -> Any:
-        """See `Cta`. A block is copied in groups of K tiles, those of a term one after the other."""
+        """See `Cta`. A block is copied in groups of K tiles, the groups of a term one after the other."""
         own_block, group = jax.lax.div(copy, jnp.int32(phase.copies)), jax.lax.rem(copy, jnp.int32(phase.copies))
         each = jnp.int32(phase.k_tiles // phase.group)
         block = self.block_of(phase, own_block)

@@ -81,7 +81,7 @@ class Cta:
             self.count(phase, own.count)
 
     def count(self, phase: Phase, blocks: Any) -> None:
-        """Count the copies of a phase with so many blocks."""
+        """Count the copies of a phase, given the number of its blocks."""
         self.begin.append(self.begin[-1] + blocks * phase.copies)
 
     def fetch(self) -> None:
@@ -209,7 +209,7 @@ def launch(
 def _inputs(
     kind: type[Any], call: Call, x: jax.Array, residual: jax.Array | None, mailboxes: Any, epoch: jax.Array | None
 ) -> dict[str, Any]:
-    """Return the arrays that a launch takes beside those of the steps."""
+    """Return the arrays that a launch takes beside the arrays of the steps."""
     given = dict(
         x=x.reshape((-1, x.shape[-1])[: kind.axes]), residual=None if residual is None else residual.reshape(-1)
     )

@@ -81,7 +81,7 @@ class OneToken(Cta):
         return self.refs.sent.at[hp.ds(self.plan.starts[index] + split * self.plan.phases[index].outputs + row, count)]
 
     def results_before(self, index: int, first: Any, count: int) -> list[jax.Array]:
-        """Wait for the partial sums of the results of the phase before, or load those of the chain's inputs."""
+        """Wait for the partial sums of the results of the phase before, or load the partial sums of the chain's inputs."""
         if index == 0:
             return [hp.load_spread(self.refs.x.at[n, hp.ds(first, count)]) for n in range(self.refs.x.shape[0])]
         self.wait_for(index - 1)

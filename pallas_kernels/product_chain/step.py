@@ -20,7 +20,7 @@ Taken: TypeAlias = Literal["results", "sums", "parts"]
 
 
 class Place(NamedTuple):
-    """A step's place in its chain.
+    """A step's position in its chain.
 
     Attributes:
         steps: The chain.
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
     @property
     def source(self) -> int | None:
-        """The index of the step before, if that computes the inputs of a product at this place."""
+        """The index of the step before, if that computes the inputs of a product in this position."""
         return self.index - 1 if self.before is not None and self.before.computes_inputs else None
 
     @property
@@ -126,7 +126,7 @@ class Step:
                 check_argument(name, field.name, getattr(self, field.name), field.type)
 
     def check(self, name: str, place: Place, x: jax.Array, residual: jax.Array | None) -> None:
-        """Raise ValueError, in the name of a step, if it cannot be at its place. `x` and `residual` are the chain's."""
+        """Raise ValueError, in the name of a step, if it cannot be in its position. `x` and `residual` are the chain's."""
         raise NotImplementedError
 
     def run_alone(self, value: Any, place: Place, chain: Separate) -> Any:
@@ -170,7 +170,7 @@ class Step:
 
 
 def places(steps: Sequence[Step], channels: int, parts: tuple[int, ...] | None) -> Iterator[Place]:
-    """Return the place of each step of a chain of `channels` inputs."""
+    """Return the position of each step of a chain of `channels` inputs."""
     for index, step in enumerate(steps):
         yield Place(steps, index, channels, parts)
         channels = step.outputs_of(channels)

@@ -183,7 +183,7 @@ class Convolution(Step):
     def rows_of_few_tokens(self, cta: Any) -> jax.Array:
         """Load the indices of each thread's first window row to read, and first window row to write, int32 [2 * 128].
 
-        They are those of `rows_of_one_token`. A thread without a row gets `_NONE`.
+        The indices are the same as in `rows_of_one_token`. A thread without a row gets `_NONE`.
         """
         (_, blocks, window, _), rows, tokens = self.pool.shape, self.read_block.shape[0], cta.tokens
 

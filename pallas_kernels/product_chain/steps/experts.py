@@ -183,7 +183,7 @@ class UpPhase(ProductPhase):
         )
 
     def fetch(self, cta: Any) -> None:
-        """Copy the blocks of shared experts at once, and those of other experts when they have been chosen."""
+        """Copy the blocks of shared experts at once, and the blocks of other experts when they have been chosen."""
         stop, up = cta.copies_of(self), cta.steps[self.step].up
         count = _count_round_robin(self.experts.shared * self.blocks // self.experts.chosen, cta.cta, cta.ctas)
         shared = self.terms * count

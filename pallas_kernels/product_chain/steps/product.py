@@ -94,7 +94,7 @@ class Product(Step):
         return [ProductPhase(first, place.index, launch, *shape, place.source, place.is_normed, splits, sends)]
 
     def _splits_of_results(self) -> int:
-        """Return the number of splits of a chain's last product, whose partial sums are those of `linear_sums`."""
+        """Return the number of splits of a chain's last product, whose partial sums are the same as `linear_sums` has."""
         shapes = (MOST_TOKENS, self.weight.shape[1]), self.weight.shape
         x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
         return linear_config(x, weight, is_summed=True).shares
