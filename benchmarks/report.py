@@ -361,6 +361,18 @@ def server_table(rows: list[Row]) -> str:
     return markdown(header, map(line, rows))
 
 
+def neighbours_table(rows: list[Row]) -> str:
+    """Tabulates the times of a client alone, and beside the clients of each case."""
+
+    def line(row: Row) -> tuple[str, ...]:
+        names = "gap_ms_p50", "gap_ms_p99", "first_ms_p50"
+        case = named(row).removeprefix("neighbours ").removesuffix(", none")  # rows of a CPU name no GPU
+        return case, *(f"{row[f'{name}_without']:.1f} / {row[f'{name}_with']:.1f} ms" for name in names)
+
+    header = "case", "time between tokens, alone / beside", "99th percentile", "first token"
+    return markdown(header, map(line, rows))
+
+
 def tuning_table(rows: list[Row]) -> str:
     """Tabulates the fastest setting of each op and case."""
     fastest = {(row["op"], named(row)): row for row in sorted(rows, key=lambda row: row["us"], reverse=True)}
@@ -416,6 +428,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "memory": ("requests_that_fit", memory_table),
     "routing": ("routing", routing_table),
     "server": ("overhead_tpot_share", server_table),
+    "neighbours": ("gap_ms_p50_with", neighbours_table),
     "tuning": ("op", tuning_table),
     "launches": ("compiled_for", launches_table),
     "checks": ("kind", check_table),
