@@ -47,30 +47,23 @@ TRIED = (
 )
 
 
-# outputs, shares, warps, stages; tiles have the 128 inputs of a block
+# The same, of tiles with the 128 inputs of a block.
 TRIED_IN_FP8 = (
-    *itertools.product((16, 32), (1, 2, 4), (4,), (4, 6, 8)),
-    *itertools.product((64,), (1, 2, 4), (4, 8), (4, 6)),
-    *itertools.product((128,), (1, 4), (4, 8), (3, 5)),
+    *itertools.product((16, 32), (128,), (1, 2, 4), (4,), (4, 6, 8)),
+    *itertools.product((64,), (128,), (1, 2, 4), (4, 8), (4, 6)),
+    *itertools.product((128,), (128,), (1, 4), (4, 8), (3, 5)),
 )
 
 
 def tuned(case: Case, weights_dtype: str | None = None) -> list[Config]:
     """The configurations that `--tune` tries: those that fit into shared memory and have enough programs."""
-    if weights_dtype is not None:
-        tile, found = min(64, max(16, case.tokens)), []
-        for outputs, shares, warps, stages in TRIED_IN_FP8:
-            programs = -(-case.outputs // (1 + case.is_gated) // outputs) * shares
-            shared = stages * 128 * (2 * tile + outputs * (1 + case.is_gated))
-            if (shares == 1 or case.is_summed) and shared <= SHARED_BYTES and 72 <= programs <= 4000:
-                found.append(Config(tile, outputs, 128, shares, warps, stages))
-        return found
-    if case.tokens == 1:
+    if case.tokens == 1 and weights_dtype is None:
         return tuned_for_one(case)
+    tried, size = (TRIED, 2) if weights_dtype is None else (TRIED_IN_FP8, 1)
     tile, found = max(16, case.tokens), []
-    for outputs, inputs, shares, warps, stages in TRIED:
+    for outputs, inputs, shares, warps, stages in tried:
         programs = -(-case.outputs // (1 + case.is_gated) // outputs) * shares
-        shared = stages * inputs * 2 * (tile + outputs * (1 + case.is_gated))
+        shared = stages * inputs * (2 * tile + size * outputs * (1 + case.is_gated))
         if (shares == 1 or case.is_summed) and shared <= SHARED_BYTES and 72 <= programs <= 4000:
             found.append(Config(tile, outputs, inputs, shares, warps, stages))
     return found

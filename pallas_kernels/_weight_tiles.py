@@ -62,7 +62,7 @@ def itemsize(weight: jax.Array | QuantizedWeight) -> int:
 
 
 def operands(weight: jax.Array | QuantizedWeight) -> dict[str, jax.Array | None]:
-    """Return the arrays of a weight by the names under which `multiply` finds them."""
+    """Return the arrays of a weight by the names under which kernels find them."""
     found: dict[str, jax.Array | None] = {}
     for number, part in enumerate(parts_of(weight)):
         found |= {f"values{number}": part.values, f"scales{number}": part.scales}
@@ -100,12 +100,9 @@ def unsupported(*weights: tuple[jax.Array | QuantizedWeight, int]) -> str | None
             return "the inputs of a weight with activation_dtype 'fp8' are rounded, which these kernels do not do"
         if depth(weight, _SMALLEST_TILE) < _SMALLEST_TILE:
             return f"blocks of a quantised weight must have a multiple of {_SMALLEST_TILE} inputs"
-        if projections > 1 and len(parts) > 1 and len({part.values.shape[-2] for part in parts}) > 1:
-            return "a quantised weight of two projections must have one part, or one for each projection"
-        if projections > 1 and len(parts) not in (1, projections):
-            return (
-                f"a quantised weight of {projections} projections must have 1 or {projections} parts, got {len(parts)}"
-            )
+        sizes = [part.values.shape[-2] for part in parts]
+        if projections > 1 and len(parts) > 1 and sizes != [sizes[0]] * projections:
+            return f"a quantised weight of {projections} projections must have one part, or one for each projection"
     return None
 
 
