@@ -362,7 +362,7 @@ def server_table(rows: list[Row]) -> str:
 
 
 def neighbours_table(rows: list[Row]) -> str:
-    """Tabulates the times of a client alone, and beside the clients of each case."""
+    """Tabulates the times between a client's tokens, alone and while the clients of each case misbehave."""
 
     def line(row: Row) -> tuple[str, ...]:
         names = "gap_ms_p50", "gap_ms_p99", "first_ms_p50"

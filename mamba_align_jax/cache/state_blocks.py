@@ -485,5 +485,5 @@ class StateBlockManager:
 
 
 def _copied(record: Holder) -> list[int]:
-    """Returns the blocks that a request holds for copies, besides those of its columns."""
+    """Returns the blocks that a request holds for copies, besides the blocks of its columns."""
     return [*([record.load[0]] if record.load else ()), *([record.save[1]] if record.save else ())]

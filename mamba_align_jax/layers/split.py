@@ -122,13 +122,13 @@ class Cut:
         """Places a quantised weight, whose outputs (`axis` -2) or inputs (-1) are divided.
 
         Returns:
-            The placed weight, and the order of each of its arrays.
+            The weight on the devices, and the order in which each of its arrays was taken.
         """
         placed, orders, left = [], [], list(parts)
         for part in weight.parts:
             length, own = part.values.shape[axis], list(parts)
             if axis == -2 and parts:
-                # These heads are the outputs of this part. Those of the next part are cut by themselves.
+                # These heads are the outputs of this part. The outputs of the next part are cut by themselves.
                 own = _taken(left, length)
             order = columns(own, self.size) if own else np.arange(length)
             new = part.take(order, axis, self.size)

@@ -59,7 +59,7 @@ class FewTokens(Cta):
     def __init__(self, refs: Any, steps: Sequence[Any], call: Call) -> None:
         super().__init__(refs, steps, call)
         self.owner = jnp.minimum(self.cta, OWNERS - 1)  # CTAs that own no channels load the last owner's
-        self.ordinals = [jnp.int32(0)]  # of each phase's first block of outputs
+        self.ordinals = [jnp.int32(0)]  # the index of each phase's first block of outputs
         self.divide()
         self.where = offsets(self.plan, self.tokens)
         self.enough = 3 * self.ctas // 4  # CTAs that have signalled

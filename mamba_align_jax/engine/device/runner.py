@@ -361,7 +361,7 @@ class StepRunner:
 
     @_moves_data
     def do_copy_states(self, copies: Sequence[Copy]) -> None:
-        """Command: copies states from the first block to the second one of each pair. No block is in both places."""
+        """Command: copies states from the first block to the second one of each pair. No block is read and written."""
         padded = np.full((2, self.max_prefill_rows), NULL_BLOCK, np.int32)
         padded[:, : len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2).T
         self.device_state = run_copies(*padded, self.device_state, align=self.align, layout=self.layout)

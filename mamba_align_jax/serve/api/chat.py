@@ -63,7 +63,7 @@ class _ChatForm(Form):
         logprobs = None
         if self.with_logprobs and said.logprobs:
             scores = map(self._logprobs, said.logprobs)
-            # A whole answer has so many that they are made while it is written.
+            # A whole answer may have many log-probabilities, so they are made while it is written.
             logprobs = {"content": scores if isinstance(said, Choice) else list(scores)}
         written = self.choice(place, {**content, "logprobs": logprobs}, said.output, said.token_ids)
         if written["finish_reason"] == "stop" and self.replies[place].has_calls:

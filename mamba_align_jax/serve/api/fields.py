@@ -104,7 +104,7 @@ def json_object(name: str, value: Any) -> dict[str, Any]:
 
 
 def tool_list(name: str, value: Any, limits: Limits, take: Callable[[str, Any], T]) -> list[T]:
-    """Returns what `take` makes of each tool of a list, which may not have too many of them."""
+    """Returns what `take` makes of each tool of a list of at most `limits.tools` tools."""
     values.require(isinstance(value, list) and len(value) <= limits.tools, name, f"at most {limits.tools} tools", value)
     return [take(f"{name}[{number}]", one) for number, one in enumerate(value)]
 
